@@ -1,0 +1,483 @@
+"""Everything that touches files of text: the tokenizer, token files, batches, the built-in corpus.
+
+    text --prepare()--> tokenizer.json, train.bin, valid.bin, meta.json --get_batch()--> ids (B, L)
+
+The token files are one long stream of ids, little-endian uint16 (uint32 above 65,535 entries), in
+which every document ends with [SEP]. They are memory-mapped: a corpus may be larger than memory.
+"""
+
+import ast
+import hashlib
+import importlib.util
+import itertools
+import json
+import os
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from tqdm import tqdm
+
+SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+PIECE = 1 << 20  # bytes of text that are looked at at once, however long the lines
+SAMPLE_SLICES = 100  # the tokenizer is trained on at most this many pieces, spread over the text
+HELD_OUT = 100  # every 100th document is kept for evaluation
+
+
+class InputError(Exception):
+    """Something is wrong with what the user gave us: says what, where, and what to do."""
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that a reader sees the old or the new content, never a part."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+    os.replace(temporary, path)
+
+
+# ----------------------------------------------------------------------------------------------
+# Reading text
+# ----------------------------------------------------------------------------------------------
+
+
+def read_pieces(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    """Lines with their newline and the offset behind them; lines over PIECE bytes come in parts.
+
+    A part ends before a space, so that no word is torn, or else before the last character.
+    """
+    rest = b""
+    while line := rest + file.readline(PIECE - len(rest)):
+        cut = len(line)
+        if cut >= PIECE and not line.endswith(b"\n"):
+            cut = line.rfind(b" ", 1)
+            if cut < 1:
+                cut = len(line) - 1
+                while cut > len(line) - 4 and line[cut] & 0xC0 == 0x80:  # inside a character
+                    cut -= 1
+        rest = line[cut:]
+        yield line[:cut], file.tell() - len(rest)
+
+
+def has_blank_lines(path: Path) -> bool:
+    """Whether a blank line stands between two lines of text: then blank lines end documents."""
+    text = blank = False
+    with path.open("rb") as file:
+        for piece, _ in read_pieces(file):
+            if piece.strip():
+                if text and blank:
+                    return True
+                text, blank = True, False
+            else:
+                blank = True
+    return False
+
+
+def decode(piece: bytes, offset: int, path: Path) -> str:
+    try:
+        if b"\0" not in piece:
+            return piece.decode("utf-8")
+        where = offset - len(piece) + piece.index(b"\0")
+    except UnicodeDecodeError as error:
+        where = offset - len(piece) + error.start
+    raise InputError(
+        f"{path}: byte {where:,} is not UTF-8 text. Unpack the file if it is an archive; convert "
+        f"another encoding with: iconv -f latin1 -t utf-8 {path} > text.txt"
+    )
+
+
+def fingerprint(path: Path) -> str:
+    """Hash of the size and of 64 slices: notices another text without reading all of it."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for i in range(64):
+            file.seek(size * i // 64)
+            digest.update(file.read(1 << 16))
+    return digest.hexdigest()
+
+
+# ----------------------------------------------------------------------------------------------
+# Tokenizer
+# ----------------------------------------------------------------------------------------------
+
+
+def sample_lines(path: Path) -> Iterator[str]:
+    """Lines to train a tokenizer on: the whole text, or SAMPLE_SLICES pieces of a large one."""
+    size = path.stat().st_size
+    slices = [(0, size)]
+    if size > SAMPLE_SLICES * PIECE:
+        slices = [(size * i // SAMPLE_SLICES, PIECE) for i in range(SAMPLE_SLICES)]
+    with path.open("rb") as file:
+        for start, length in slices:
+            file.seek(start)
+            if start > 0:
+                file.readline(PIECE)  # we are in the middle of a line
+            for piece, offset in read_pieces(file):
+                # A slice of a very long line may begin inside a character: do without it.
+                text = piece.decode("utf-8", "ignore") if start else decode(piece, offset, path)
+                # One line of 13 MB costs the trainer 836 MB of memory, many short ones 52 MB.
+                yield from (text[i : i + 10_000] for i in range(0, len(text), 10_000))
+                if offset >= start + length:
+                    break
+
+
+def train_tokenizer(lines: Iterable[str], kind: str, vocab_size: int) -> Tokenizer:
+    """A WordPiece (uncased, as BERT's) or byte-level BPE tokenizer of at most vocab_size entries.
+
+    The result differs a little from call to call (ties are broken at random in `tokenizers`), so
+    it is trained once and kept with the tokens and with every run.
+    """
+    settings: dict[str, Any] = {"vocab_size": vocab_size, "special_tokens": SPECIAL_TOKENS}
+    settings |= {"min_frequency": 2, "show_progress": False}
+    if kind == "wordpiece":
+        tokenizer = word_piece(models.WordPiece(unk_token="[UNK]"))
+        trainer = trainers.WordPieceTrainer(limit_alphabet=1000, **settings)
+    else:
+        tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **settings)
+    tokenizer.train_from_iterator(lines, trainer)
+    return tokenizer
+
+
+def word_piece(model: models.WordPiece) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """A tokenizer.json, or a WordPiece vocab.txt with one entry a line."""
+    if not path.is_file():
+        raise InputError(f"{path}: no such file. Give a tokenizer.json or a vocab.txt.")
+    try:
+        if path.suffix == ".json":
+            tokenizer = Tokenizer.from_file(str(path))
+        else:
+            vocabulary = models.WordPiece.read_file(str(path))
+            tokenizer = word_piece(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    except Exception as error:  # noqa: BLE001, `tokenizers` raises nothing narrower
+        raise InputError(f"{path}: not a tokenizer ({error}).") from None
+    return finish_tokenizer(tokenizer, path)
+
+
+def finish_tokenizer(tokenizer: Tokenizer, origin: Path | str) -> Tokenizer:
+    """Check the special tokens; make "[MASK]" in a text five characters like any others."""
+    missing = [token for token in SPECIAL_TOKENS if tokenizer.token_to_id(token) is None]
+    if missing:
+        raise InputError(
+            f"{origin}: the vocabulary has no {', '.join(missing)}. ELECTRA needs them."
+        )
+    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    cls, sep = (tokenizer.token_to_id(token) for token in ("[CLS]", "[SEP]"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", cls), ("[SEP]", sep)],
+    )
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # not kept in the file: set after every loading
+    return tokenizer
+
+
+# ----------------------------------------------------------------------------------------------
+# Token files
+# ----------------------------------------------------------------------------------------------
+
+
+def prepare(
+    path: Path, folder: Path, tokenizer: str, vocab: str, vocab_size: int
+) -> dict[str, Any]:
+    """Turn a text into token files, once; returns meta.json.
+
+    An interrupted preparation goes on where it was; what is done is not done again; another text or
+    tokenizer in the same folder is refused. Memory does not grow with the text.
+    """
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "no such file"
+        raise InputError(f"{path}: {what}. --data takes one UTF-8 text file.")
+    if not os.access(path, os.R_OK):
+        raise InputError(f"{path}: cannot be read. Check its permissions.")
+    asked = vocab or tokenizer
+    wanted: dict[str, Any] = {"text": fingerprint(path), "tokenizer": asked}
+    if asked in ("wordpiece", "bpe"):
+        wanted["vocab_size"] = vocab_size
+    meta_path, tokenizer_path = folder / "meta.json", folder / "tokenizer.json"
+    if meta_path.exists():
+        meta = json.loads(meta_path.read_text())
+        for key, value in wanted.items():
+            if meta.get(key) != value:
+                raise InputError(
+                    f"{folder}: made from another {key} (then {meta.get(key)}, now {value}). "
+                    f"Choose another folder with --tokens, or delete this one."
+                )
+        digest = hashlib.sha256(tokenizer_path.read_bytes()).hexdigest()
+        if digest != meta["tokenizer_sha256"]:
+            raise InputError(
+                f"{tokenizer_path}: not the tokenizer of these tokens. Delete {folder}."
+            )
+    else:
+        if path.stat().st_size == 0 or not any(line.strip() for line in sample_lines(path)):
+            raise InputError(f"{path}: no text in it. Give a file with some megabytes of text.")
+        folder.mkdir(parents=True, exist_ok=True)
+        if asked in ("wordpiece", "bpe"):
+            print(f"training a {asked} tokenizer of {vocab_size:,} entries on {path}", flush=True)
+            trained = train_tokenizer(sample_lines(path), asked, vocab_size)
+            finish_tokenizer(trained, path)
+        else:
+            trained = load_tokenizer(Path(asked))
+        write_atomically(tokenizer_path, trained.to_str(pretty=True))
+        meta = wanted | {
+            "tokenizer_sha256": hashlib.sha256(tokenizer_path.read_bytes()).hexdigest(),
+            "blank_lines": has_blank_lines(path),
+            "dtype": "<u2" if trained.get_vocab_size() <= 65536 else "<u4",
+            "complete": False,
+            "offset": 0,  # bytes of the text that are done
+            "between_documents": True,  # whether the text behind them begins a document
+            "documents": 0,  # begun so far
+            "last_document": 0,  # where the last one in train.bin begins, in tokens
+            "train": 0,  # tokens in train.bin
+            "valid": 0,
+        }
+        write_atomically(meta_path, json.dumps(meta, indent=1))
+    if not meta["complete"]:
+        encode_text(path, folder, meta)
+    return meta
+
+
+def encode_text(path: Path, folder: Path, meta: dict[str, Any]) -> None:
+    """Append the tokens of the text behind meta["offset"], a batch of pieces at a time.
+
+    meta.json is written after each batch; what a crash left behind it is cut off and done again.
+    """
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    dtype = np.dtype(meta["dtype"])
+    end = np.array([tokenizer.token_to_id("[SEP]")], dtype=dtype)
+    files = {split: (folder / f"{split}.bin").open("ab") for split in ("train", "valid")}
+    for split, file in files.items():
+        file.truncate(meta[split] * dtype.itemsize)
+    size = path.stat().st_size
+    progress = tqdm(
+        total=size,
+        initial=meta["offset"],
+        desc="preparing",
+        unit="B",
+        unit_scale=True,
+        disable=None,
+    )
+
+    def append(ids: np.ndarray) -> None:
+        split = "valid" if meta["documents"] % HELD_OUT == 0 else "train"
+        files[split].write(ids.tobytes())
+        meta[split] += len(ids)
+
+    def save(offset: int) -> None:
+        for file in files.values():
+            file.flush()
+        progress.update(offset - meta["offset"])
+        meta["offset"] = offset
+        write_atomically(folder / "meta.json", json.dumps(meta, indent=1))
+
+    def encode(pieces: list[str], begins: list[bool]) -> None:
+        encodings = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+        for encoding, begin in zip(encodings, begins, strict=True):
+            if begin:
+                if meta["documents"] > 0:
+                    append(end)
+                meta["documents"] += 1
+                if meta["documents"] % HELD_OUT != 0:
+                    meta["last_document"] = meta["train"]
+            append(np.array(encoding.ids, dtype=dtype))
+
+    with path.open("rb") as text:
+        text.seek(meta["offset"])
+        pieces, begins, amount = [], [], 0
+        for piece, offset in read_pieces(text):
+            if piece.strip():
+                pieces.append(decode(piece, offset, path))
+                begins.append(meta["between_documents"])
+                meta["between_documents"] = not meta["blank_lines"] and piece.endswith(b"\n")
+            else:
+                meta["between_documents"] = True
+            amount += len(piece)
+            if amount >= PIECE:
+                encode(pieces, begins)
+                save(offset)
+                pieces, begins, amount = [], [], 0
+        encode(pieces, begins)
+        append(end)
+    if (
+        meta["valid"] == 0
+    ):  # fewer than 100 documents: hold out the last, or the end of the only one
+        start = meta["last_document"] or meta["train"] - max(1, meta["train"] // HELD_OUT)
+        files["train"].flush()
+        tail = np.fromfile(folder / "train.bin", dtype, offset=start * dtype.itemsize)
+        files["valid"].write(tail.tobytes())
+        files["train"].truncate(start * dtype.itemsize)
+        meta["train"], meta["valid"] = start, len(tail)
+    meta["complete"] = True
+    save(size)
+    progress.close()
+    for file in files.values():
+        file.close()
+
+
+def open_tokens(folder: Path, split: str, meta: dict[str, Any]) -> np.ndarray:
+    """The stream of ids of "train" or "valid", mapped: nothing is read before it is used."""
+    tokens = np.memmap(folder / f"{split}.bin", dtype=meta["dtype"], mode="r")
+    if len(tokens) != meta[split]:
+        raise InputError(f"{folder}/{split}.bin: damaged. Delete {folder} to make it again.")
+    return tokens
+
+
+# ----------------------------------------------------------------------------------------------
+# Batches
+# ----------------------------------------------------------------------------------------------
+
+
+def scramble(x: np.ndarray, key: int) -> np.ndarray:
+    """Random-looking 64-bit numbers that follow from x and key (the finaliser of SplitMix64)."""
+    x = x.astype(np.uint64) + np.uint64((key + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
+    """Where a random order of 0 .. n-1 puts each index, without storing the order.
+
+    A Feistel network permutes the numbers of 2 * half bits; one that falls outside 0 .. n-1 goes
+    through again until it falls inside.
+    """
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    low = (np.uint64(1) << half) - np.uint64(1)
+    x = index.astype(np.uint64)
+    outside = np.ones(len(x), dtype=bool)
+    while outside.any():
+        left, right = x[outside] >> half, x[outside] & low
+        for r in range(4):
+            left, right = right, left ^ (scramble(right, 4 * key + r) & low)
+        x[outside] = left << half | right
+        outside = x >= n
+    return x.astype(np.int64)
+
+
+def sequences_per_epoch(tokens: int, length: int) -> int:
+    """How many sequences it takes to visit every token; see get_batch."""
+    n = max(1, 10 * tokens // (10 * (length - 3) + 1) - 1)
+    while n * (length - 3) + n // 10 < tokens:
+        n += 1
+    return n
+
+
+def get_batch(
+    tokens: np.ndarray, first: int, count: int, length: int, seed: int, cls_id: int, sep_id: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Training sequences first .. first + count - 1: ids and token_type_ids, both (count, length).
+
+    Nine of ten are [CLS] A [SEP] B [SEP], one is [CLS] A [SEP]; A and B are one cut from the stream
+    without a gap. Every epoch rotates the stream by a random amount, cuts it into such pieces one
+    behind the other, and visits them in a random order: each token once, at fresh cuts. (The last
+    piece is filled up with the first tokens.) All of it follows from the numbers given here.
+    """
+    n = sequences_per_epoch(len(tokens), length)
+    number = np.arange(first, first + count)
+    epoch, index = number // n, number % n
+    rotation = np.zeros(count, dtype=np.int64)
+    for e in np.unique(epoch):
+        key, here = (seed << 32) + int(e), epoch == e
+        index[here] = permute(index[here], n, key)
+        rotation[here] = int(scramble(np.zeros(1), key)[0]) % len(tokens)
+    single = (index % 10 == 9)[:, None]  # these hold L - 2 tokens of the stream, the others L - 3
+    start = rotation + index * (length - 3) + index // 10
+    # A is a quarter to three quarters of the piece.
+    payload = length - 3
+    cut = payload // 4 + scramble(number, seed) % np.uint64(payload // 2 + 1)
+    cut = np.where(single[:, 0], length, np.maximum(1, cut.astype(np.int64)))[:, None]
+    column = np.arange(length)
+    source = start[:, None] + column - np.where(column <= cut, 1, 2)
+    ids = tokens[source % len(tokens)].astype(np.int64)
+    ids[:, 0], ids[:, -1] = cls_id, sep_id
+    ids[np.broadcast_to(column == cut + 1, ids.shape)] = sep_id
+    return ids, (column > cut + 1).astype(np.int64)
+
+
+def find_sentence(tokens: np.ndarray, tokenizer: Tokenizer, length: int) -> list[int]:
+    """The first whole sentence of 12 to 24 tokens, to show what a model makes of it."""
+    ids, end = tokens[:100_000].tolist(), tokenizer.token_to_id("[SEP]")
+    stops = [-1] + [i for i, token in enumerate(ids) if token in (tokenizer.token_to_id("."), end)]
+    for before, stop in itertools.pairwise(stops):
+        if ids[stop] != end and 12 <= stop - before <= min(24, length - 2):
+            return ids[before + 1 : stop + 1]
+    return ids[: min(24, length - 2)]
+
+
+# ----------------------------------------------------------------------------------------------
+# The built-in corpus: English that comes with every Python
+# ----------------------------------------------------------------------------------------------
+
+
+def write_builtin_corpus(path: Path, size: int = 4_000_000) -> None:
+    """Collect about `size` bytes of English from the documentation of the installed packages.
+
+    The language reference (pydoc_data), the standard library, numpy and torch are parsed with
+    `ast`, never imported. Each string in them is a document, if it has paragraphs of prose.
+    """
+    roots = [Path(sysconfig.get_paths()["stdlib"])]
+    for package in ("numpy", "torch"):
+        spec = importlib.util.find_spec(package)
+        roots += [Path(folder) for folder in (spec.submodule_search_locations or []) if spec]
+    files = [roots[0] / "pydoc_data" / "topics.py"]
+    for root in roots:
+        files += sorted(
+            file
+            for file in root.rglob("*.py")
+            if not {"site-packages", "test", "tests", "idlelib", "testing"}
+            & set(file.relative_to(root).parts)
+        )
+    seen: set[str] = set()
+    documents: list[str] = []
+    total = 0
+    for file in tqdm(files, desc="collecting English", disable=None, leave=False):
+        try:
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+        except (SyntaxError, UnicodeDecodeError, ValueError):
+            continue
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+                continue
+            paragraphs = [p for p in prose(node.value) if p not in seen]
+            if paragraphs:
+                seen.update(paragraphs)
+                documents.append("\n".join(paragraphs))
+                total += len(documents[-1])
+        if total >= size:
+            break
+    write_atomically(path, "\n\n".join(documents) + "\n")
+
+
+def prose(text: str) -> Iterator[str]:
+    """The paragraphs of a docstring that read like English, each on one line, without markup."""
+    for paragraph in re.split(r"\n\s*\n", text):
+        words = re.sub(r":\w+:`~?([^`]*)`|[`*]+", r"\1", paragraph).split()
+        line = " ".join(words)
+        letters = sum(character.isalpha() or character == " " for character in line)
+        if len(words) >= 6 and letters >= 0.85 * len(line) and ">>>" not in line:
+            yield line
