@@ -13,6 +13,8 @@ import itertools
 import json
 import os
 import re
+import shutil
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -47,9 +49,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     os.replace(temporary, path)
 
 
-# ----------------------------------------------------------------------------------------------
-# Reading text
-# ----------------------------------------------------------------------------------------------
+# ---- Reading text ------------------------------------------------------------------------------
 
 
 def read_pieces(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
@@ -108,9 +108,7 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-# ----------------------------------------------------------------------------------------------
-# Tokenizer
-# ----------------------------------------------------------------------------------------------
+# ---- Tokenizer ---------------------------------------------------------------------------------
 
 
 def sample_lines(path: Path) -> Iterator[str]:
@@ -197,9 +195,7 @@ def finish_tokenizer(tokenizer: Tokenizer, origin: Path | str) -> Tokenizer:
     return tokenizer
 
 
-# ----------------------------------------------------------------------------------------------
-# Token files
-# ----------------------------------------------------------------------------------------------
+# ---- Token files -------------------------------------------------------------------------------
 
 
 def prepare(
@@ -347,9 +343,7 @@ def open_tokens(folder: Path, split: str, meta: dict[str, Any]) -> np.ndarray:
     return tokens
 
 
-# ----------------------------------------------------------------------------------------------
-# Batches
-# ----------------------------------------------------------------------------------------------
+# ---- Batches -----------------------------------------------------------------------------------
 
 
 def scramble(x: np.ndarray, key: int) -> np.ndarray:
@@ -429,9 +423,70 @@ def find_sentence(tokens: np.ndarray, tokenizer: Tokenizer, length: int) -> list
     return ids[: min(24, length - 2)]
 
 
-# ----------------------------------------------------------------------------------------------
-# The built-in corpus: English that comes with every Python
-# ----------------------------------------------------------------------------------------------
+# ---- The folder of a run -----------------------------------------------------------------------
+
+METRICS = [
+    "step", "tokens", "seconds", "learning_rate", "generator_loss", "discriminator_loss",
+    "valid_generator_loss", "valid_generator_accuracy", "valid_sampled_accuracy",
+    "valid_discriminator_loss", "valid_accuracy", "valid_precision", "valid_recall", "valid_auc",
+    "valid_replaced",
+]  # fmt: skip
+# What may change when a run goes on (a text may move, not change). Anything else: another run.
+MAY_CHANGE = {
+    "data", "tokens", "out", "steps", "micro_batch", "precision", "device", "log_every",
+    "eval_every", "eval_sequences", "save_minutes",
+}  # fmt: skip
+
+
+def open_run(out: Path, settings: dict[str, Any], tokenizer: str) -> None:
+    """Make the run's folder, or check that it holds this very run."""
+    if (out / "config.json").exists():
+        then = json.loads((out / "config.json").read_text())
+        changed = {k for k, v in settings.items() if then.get(k) != v} - MAY_CHANGE
+        problems = [f"{k} was {then.get(k)}, now {settings[k]}" for k in sorted(changed)]
+        if (out / "tokenizer.json").read_text() != tokenizer:
+            problems.append("the tokenizer is another one")
+        if problems:
+            raise InputError(f"{out} holds another run: {'; '.join(problems)}. Change --out.")
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / "tokenizer.json", tokenizer)
+    write_atomically(out / "config.json", json.dumps(settings, indent=1))
+
+
+def open_metrics(path: Path, step: int) -> Any:
+    """metrics.csv, open for appending, without the rows after `step` that a crash left behind."""
+    lines = path.read_text().splitlines() if path.exists() else [",".join(METRICS)]
+    kept = lines[:1] + [line for line in lines[1:] if int(line.split(",")[0]) <= step]
+    write_atomically(path, "\n".join(kept) + "\n")
+    return path.open("a", newline="")
+
+
+def show_tokens(
+    tokenizer: Tokenizer, rows: list[tuple[str, list[int], list[bool]]], chances: list[float]
+) -> str:
+    """Rows (name, ids, which to colour) of tokens under one another, and the discriminator's verdicts."""
+    cells = [(name, [tokenizer.id_to_token(i) for i in ids], marks) for name, ids, marks in rows]
+    cells.append(("replaced?", [f"{p:.0%}" for p in chances], [p > 0.5 for p in chances]))
+    widths = [1 + max(len(words[i]) for _, words, _ in cells) for i in range(len(chances))]
+    room = shutil.get_terminal_size().columns - 11
+    colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    lines, start = [], 0
+    while start < len(widths):
+        end = start + 1
+        while end < len(widths) and sum(widths[start : end + 1]) <= room:
+            end += 1
+        for name, words, marks in cells:
+            line = f"{name:11}"
+            for i in range(start, end):
+                word = words[i].ljust(widths[i])
+                line += f"\033[31m{word}\033[0m" if colours and marks[i] else word
+            lines.append(line.rstrip())
+        lines.append("")
+        start = end
+    return "\n".join(lines)
+
+
+# ---- The built-in corpus: English that comes with every Python ---------------------------------
 
 
 def write_builtin_corpus(path: Path, size: int = 4_000_000) -> None:

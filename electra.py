@@ -7,17 +7,17 @@ small *generator*, a BERT itself, fills the hidden places with words it finds pl
 a replacement. It learns from all tokens, so the same quality costs about a quarter of the compute.
 The generator is thrown away afterwards; the discriminator is what gets fine-tuned.
 
-    original      the   chef   cooked   the   meal
-                         |                |
-    masked        the  [MASK]  cooked  [MASK] meal        15 % of the tokens
-                         |                |
-                     generator: a small masked language model, one distribution per [MASK]
-                         |                |
-    sampled              chef              a
-    corrupted     the   chef   cooked    a    meal        the samples written over the original
-                    |     |      |       |     |
-                     discriminator: replaced or original?
-    labels          0     0      0       1     0          a lucky guess counts as original
+    original     the    chef    cooked    the    meal
+                          |                |
+    masked       the   [MASK]   cooked   [MASK]  meal      15 % of the tokens
+                          |                |
+                      generator: a small masked language model
+                          |                |                sample one token for each [MASK]
+    corrupted    the    chef    cooked     a     meal      written over the original
+                  |       |        |       |      |
+                      discriminator: replaced or original?
+                  |       |        |       |      |
+    labels        0       0        0       1      0        a lucky guess counts as original
 
     loss = cross-entropy of the generator + 50 x binary cross-entropy of the discriminator
 
@@ -32,17 +32,16 @@ V vocabulary, K predictions per sequence.
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import os
-import shutil
 import signal
 import sys
 import textwrap
+import threading
 import time
 import timeit
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,9 +53,7 @@ from tqdm import tqdm
 
 import data
 
-# ----------------------------------------------------------------------------------------------
-# 2. Configuration. Every `option` below is also a command-line option of the same name.
-# ----------------------------------------------------------------------------------------------
+# ---- 2. Configuration. Every `option` below is also a command-line option of the same name.
 
 
 def option(default: Any, help: str) -> Any:
@@ -74,14 +71,15 @@ class ElectraConfig:
     num_heads: int = option(4, "H, attention heads of the discriminator")
     intermediate_size: int = option(1024, "width of the discriminator's feed-forward layers")
     generator_size: float = option(1 / 4, "width of the generator as a fraction of hidden_size")
+    share_encoder: bool = option(False, "one encoder for both networks, not only one embedding")
     max_positions: int = option(512, "longest sequence the model can read")
     dropout: float = option(0.1, "dropout probability, everywhere")
     init_std: float = option(0.02, "standard deviation of the initial weights")
     embedding_std: float = option(0.02, "standard deviation of the initial embeddings")
+    sinusoids: bool = option(False, "start the position embeddings as sinusoids, not at random")
     mask_prob: float = option(0.15, "share of the tokens that the generator predicts")
     mask_share: float = option(0.85, "share of those that it sees as [MASK]; it sees the others")
     temperature: float = option(1.0, "temperature of the generator's samples")
-    generator_weight: float = option(1.0, "weight of the generator's loss")
     discriminator_weight: float = option(50.0, "lambda, weight of the discriminator's loss")
     # The special tokens are where the tokenizer puts them. These are BERT's ids.
     pad_id: int = 0
@@ -120,11 +118,12 @@ class RunConfig:
 # A size is its model AND its recipe: a model trained at another's learning rate disappoints.
 # small, base and large are the paper's (table 6); tiny is ours, made for two CPU cores.
 TINY_MODEL = ElectraConfig(
-    vocab_size=8192, hidden_size=192, num_layers=4, num_heads=3, intermediate_size=768,
-    generator_size=2 / 3, max_positions=128, dropout=0.0, embedding_std=0.05
+    vocab_size=4096, hidden_size=192, num_layers=3, num_heads=3, intermediate_size=768,
+    generator_size=1.0, share_encoder=True, max_positions=128, dropout=0.0, init_std=0.06,
+    embedding_std=0.05, sinusoids=True, mask_prob=0.25, discriminator_weight=10.0
 )  # fmt: skip
 TINY_RECIPE = RunConfig(
-    size="tiny", length=64, batch_size=32, steps=25_000, warmup_steps=1000, learning_rate=1e-3,
+    size="tiny", length=64, batch_size=32, steps=18_000, warmup_steps=500, learning_rate=1e-3,
     unigram_bias=True, eval_every=1000
 )  # fmt: skip
 BASE_MODEL = ElectraConfig(
@@ -135,9 +134,7 @@ LARGE_MODEL = ElectraConfig(
     embedding_size=1024, hidden_size=1024, num_layers=24, num_heads=16, intermediate_size=4096,
     mask_prob=0.25
 )  # fmt: skip
-LARGE_RECIPE = RunConfig(
-    size="large", length=512, batch_size=2048, steps=400_000, learning_rate=2e-4
-)
+LARGE_RECIPE = replace(BASE_RECIPE, size="large", batch_size=2048, steps=400_000)
 SIZES: dict[str, tuple[ElectraConfig, RunConfig]] = {
     "tiny": (TINY_MODEL, TINY_RECIPE),
     "small": (ElectraConfig(), RunConfig()),
@@ -145,23 +142,21 @@ SIZES: dict[str, tuple[ElectraConfig, RunConfig]] = {
     "large": (LARGE_MODEL, LARGE_RECIPE),
 }
 # The built-in corpus is small and plain: a smaller vocabulary and minutes are enough for a demo.
-DEMO: dict[str, Any] = {"vocab_size": 4096, "steps": 2000, "warmup_steps": 200, "eval_every": 400}
+DEMO: dict[str, Any] = {"vocab_size": 2048, "steps": 2000, "warmup_steps": 200, "eval_every": 400}
 
 
 def generator_config(config: ElectraConfig) -> ElectraConfig:
     """The generator is the discriminator made narrower; depth and embeddings stay (section 3.2)."""
-    width = round(config.hidden_size * config.generator_size)
-    return dataclasses.replace(
-        config,
-        hidden_size=width,
-        intermediate_size=round(config.intermediate_size * config.generator_size),
-        num_heads=max(1, width // 64),
-    )
+    width, inner = config.hidden_size, config.intermediate_size
+    width, inner = round(width * config.generator_size), round(inner * config.generator_size)
+    heads = max(1, width // 64)
+    return replace(config, hidden_size=width, intermediate_size=inner, num_heads=heads)
 
 
-# ----------------------------------------------------------------------------------------------
-# 3. The transformer encoder: BERT's, with LayerNorm after each residual sum.
-# ----------------------------------------------------------------------------------------------
+# ---- 3. The transformer encoder: BERT's, with LayerNorm after each residual sum. ---------------
+
+
+MaybeTensor = Tensor | None
 
 
 class Embeddings(nn.Module):
@@ -175,7 +170,7 @@ class Embeddings(nn.Module):
         self.norm = nn.LayerNorm(config.embedding_size, eps=1e-12)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, token_type_ids: MaybeTensor = None) -> Tensor:
         if token_type_ids is None:
             token_type_ids = torch.zeros_like(ids)
         x = self.word(ids) + self.position.weight[: ids.shape[1]] + self.token_type(token_type_ids)
@@ -192,7 +187,7 @@ class SelfAttention(nn.Module):
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, attention_mask: MaybeTensor) -> Tensor:
         B, L, D = x.shape
         x = self.query_key_value(x).view(B, L, 3, self.num_heads, D // self.num_heads)
         q, k, v = x.permute(2, 0, 3, 1, 4)  # (B, L, 3, H, D/H) -> three of (B, H, L, D/H)
@@ -216,7 +211,7 @@ class Block(nn.Module):
         self.output_norm = nn.LayerNorm(config.hidden_size, eps=1e-12)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, attention_mask: MaybeTensor) -> Tensor:
         x = self.attention_norm(x + self.dropout(self.attention(x, attention_mask)))
         return self.output_norm(x + self.dropout(self.output(F.gelu(self.intermediate(x)))))
 
@@ -233,10 +228,7 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
 
     def forward(
-        self,
-        ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
+        self, ids: Tensor, attention_mask: MaybeTensor = None, token_type_ids: MaybeTensor = None
     ) -> Tensor:
         x = self.embeddings(ids, token_type_ids)
         if self.project is not None:
@@ -246,9 +238,7 @@ class Encoder(nn.Module):
         return x
 
 
-# ----------------------------------------------------------------------------------------------
-# 4. ELECTRA: mask, predict, sample, detect (section 2 and figure 2 of the paper).
-# ----------------------------------------------------------------------------------------------
+# ---- 4. ELECTRA: mask, predict, sample, detect (section 2 and figure 2 of the paper).
 
 
 class Masked(NamedTuple):
@@ -259,7 +249,7 @@ class Masked(NamedTuple):
     chosen: Tensor  # (B, K), bool
 
 
-def mask_tokens(ids: Tensor, config: ElectraConfig, attention_mask: Tensor | None = None) -> Masked:
+def mask_tokens(ids: Tensor, config: ElectraConfig, attention_mask: MaybeTensor = None) -> Masked:
     """Choose about `mask_prob` of each row's tokens and hide most of them behind [MASK].
 
     A row of n tokens, [CLS] and [SEP] among them, gets round(mask_prob * n) predictions, at least
@@ -308,9 +298,9 @@ class Generator(nn.Module):
     def forward(
         self,
         ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        positions: Tensor | None = None,
+        attention_mask: MaybeTensor = None,
+        token_type_ids: MaybeTensor = None,
+        positions: MaybeTensor = None,
     ) -> Tensor:
         """Logits over the vocabulary at `positions` (B, K), or at all: (B, L) -> (B, K or L, V)."""
         x = self.encoder(ids, attention_mask, token_type_ids)
@@ -330,10 +320,7 @@ class Discriminator(nn.Module):
         self.prediction = nn.Linear(config.hidden_size, 1)
 
     def forward(
-        self,
-        ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
+        self, ids: Tensor, attention_mask: MaybeTensor = None, token_type_ids: MaybeTensor = None
     ) -> Tensor:
         """Logits of "this token was replaced": (B, L) -> (B, L)."""
         x = self.encoder(ids, attention_mask, token_type_ids)
@@ -343,9 +330,7 @@ class Discriminator(nn.Module):
 class ElectraOutput(NamedTuple):
     """Everything one step computes, for the loss and for looking at it."""
 
-    loss: (
-        Tensor  # (), generator_weight * generator_loss + discriminator_weight * discriminator_loss
-    )
+    loss: Tensor  # (), generator_loss + discriminator_weight * discriminator_loss
     generator_loss: Tensor  # (), nats per chosen position
     discriminator_loss: Tensor  # (), nats per token
     masked: Masked
@@ -360,6 +345,17 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return (x * mask).sum() / mask.sum().clamp(min=1)
 
 
+def sinusoids(config: ElectraConfig) -> Tensor:
+    """Position embeddings (max_positions, E) of wavelengths 2.5 to 250, to learn on from there.
+
+    One rotation leads from every position to its neighbour, so that attention to the neighbour is
+    learned once for all. Random positions stay much longer at what counting words can tell.
+    """
+    frequency = 2 * math.pi / 2.5 * 100 ** -torch.linspace(0, 1, config.embedding_size // 2)
+    angle = torch.arange(config.max_positions)[:, None] * frequency
+    return 2 * config.embedding_std * torch.cat([angle.sin(), angle.cos()], dim=1)
+
+
 class Electra(nn.Module):
     """Generator and discriminator over shared embeddings, trained together (equation 3)."""
 
@@ -371,25 +367,27 @@ class Electra(nn.Module):
         embeddings = Embeddings(config)
         self.generator = Generator(config, embeddings)
         self.discriminator = Discriminator(config, embeddings)
+        if config.share_encoder:  # table 1, "all weights": generator_size has to be 1
+            self.generator.encoder = self.discriminator.encoder
         self.apply(self.initialize)
         for encoder in (self.generator.encoder, self.discriminator.encoder):
             if encoder.project is not None:
                 nn.init.xavier_uniform_(encoder.project.weight)
         nn.init.xavier_uniform_(self.discriminator.prediction.weight)
+        if config.sinusoids:
+            embeddings.position.weight.data = sinusoids(config)
 
     def initialize(self, module: nn.Module) -> None:
+        std = (
+            self.config.embedding_std if isinstance(module, nn.Embedding) else self.config.init_std
+        )
         if isinstance(module, nn.Linear | nn.Embedding):
-            linear = isinstance(module, nn.Linear)
-            std = self.config.init_std if linear else self.config.embedding_std
             nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
-            if linear:
-                nn.init.zeros_(module.bias)
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
 
     def forward(
-        self,
-        ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
+        self, ids: Tensor, attention_mask: MaybeTensor = None, token_type_ids: MaybeTensor = None
     ) -> ElectraOutput:
         """One step of figure 2 on ids (B, L); attention_mask (B, L) is 0 at padding."""
         config = self.config
@@ -401,9 +399,8 @@ class Electra(nn.Module):
         nats = F.cross_entropy(logits.float().transpose(1, 2), original, reduction="none")  # (B, K)
         generator_loss = masked_mean(nats, masked.chosen)
         # Sample: no gradient flows through it (section 2: it would have to pass a discrete choice).
-        sampled = torch.where(
-            masked.chosen, gumbel_sample(logits.detach(), config.temperature), original
-        )
+        sampled = gumbel_sample(logits.detach(), config.temperature)  # (B, K)
+        sampled = torch.where(masked.chosen, sampled, original)
         corrupted_ids = ids.scatter(1, masked.positions, sampled)
         labels = corrupted_ids != ids
         # Detect: the discriminator's loss is over all tokens.
@@ -411,18 +408,13 @@ class Electra(nn.Module):
         real = torch.ones_like(labels) if attention_mask is None else attention_mask != 0
         nats = F.binary_cross_entropy_with_logits(scores.float(), labels.float(), reduction="none")
         discriminator_loss = masked_mean(nats, real)
-        loss = (
-            config.generator_weight * generator_loss
-            + config.discriminator_weight * discriminator_loss
-        )
+        loss = generator_loss + config.discriminator_weight * discriminator_loss
         return ElectraOutput(
             loss, generator_loss, discriminator_loss, masked, corrupted_ids, labels, logits, scores
         )
 
 
-# ----------------------------------------------------------------------------------------------
-# 5. Optimiser and schedule (appendix A).
-# ----------------------------------------------------------------------------------------------
+# ---- 5. Optimiser and schedule (appendix A). ---------------------------------------------------
 
 
 def make_optimizer(model: nn.Module, run: RunConfig) -> torch.optim.AdamW:
@@ -443,9 +435,7 @@ def learning_rate(step: int, run: RunConfig) -> float:
     return run.learning_rate * (1 - step / run.steps) * min(1.0, step / max(1, run.warmup_steps))
 
 
-# ----------------------------------------------------------------------------------------------
-# 6. Evaluation on held-out text.
-# ----------------------------------------------------------------------------------------------
+# ---- 6. Evaluation on held-out text. -----------------------------------------------------------
 
 
 def area_under_curve(scores: np.ndarray, labels: np.ndarray) -> float:
@@ -468,27 +458,27 @@ def evaluate(
     of the verdict "replaced" (probability above 0.5) and with the area under the ROC curve.
     """
     model.eval()
-    nats, predicted, right, lucky, scores, labels = 0.0, 0, 0, 0, [], []
+    sums, scores, labels = torch.zeros(4, dtype=torch.float64), [], []
     for number, (ids, token_type_ids) in enumerate(batches):
         torch.manual_seed(number)
         with autocast:
             out = model(ids, token_type_ids=token_type_ids)
         positions, chosen = out.masked.positions, out.masked.chosen
         original = ids.gather(1, positions)[chosen]
-        nats += float(out.generator_loss) * len(original)
-        predicted += len(original)
-        right += int((out.generator_logits[chosen].argmax(-1) == original).sum())
-        lucky += int((~out.labels.gather(1, positions)[chosen]).sum())
+        right = (out.generator_logits[chosen].argmax(-1) == original).sum()
+        lucky = (~out.labels.gather(1, positions)[chosen]).sum()
+        sums += torch.tensor([out.generator_loss * len(original), right, lucky, len(original)])
         scores.append(out.discriminator_logits.float().flatten().cpu())
         labels.append(out.labels.flatten().cpu())
     model.train()
+    generator_loss, accuracy, sampled_accuracy = (sums[:3] / sums[3].clamp(min=1)).tolist()
     score, label = torch.cat(scores), torch.cat(labels)
     verdict = score > 0
     hits = int((verdict & label).sum())
     return {
-        "valid_generator_loss": nats / max(1, predicted),
-        "valid_generator_accuracy": right / max(1, predicted),
-        "valid_sampled_accuracy": lucky / max(1, predicted),
+        "valid_generator_loss": generator_loss,
+        "valid_generator_accuracy": accuracy,
+        "valid_sampled_accuracy": sampled_accuracy,
         "valid_discriminator_loss": float(F.binary_cross_entropy_with_logits(score, label.float())),
         "valid_accuracy": float((verdict == label).float().mean()),
         "valid_precision": hits / max(1, int(verdict.sum())),
@@ -498,23 +488,6 @@ def evaluate(
     }
 
 
-def show_rows(rows: list[tuple[str, list[str], list[bool]]]) -> str:
-    """Rows (name, words, which to colour) under one another, folded to the terminal's width."""
-    width = max(len(word) for _, words, _ in rows for word in words) + 1
-    per_line = max(1, (shutil.get_terminal_size().columns - 11) // width)
-    colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    lines = []
-    for start in range(0, len(rows[0][1]), per_line):
-        for name, words, marks in rows:
-            cells = [word.ljust(width) for word in words]
-            if colours:
-                red = "\033[31m{}\033[0m"
-                cells = [red.format(c) if m else c for c, m in zip(cells, marks, strict=True)]
-            lines.append(f"{name:11}" + "".join(cells[start : start + per_line]).rstrip())
-        lines.append("")
-    return "\n".join(lines)
-
-
 @torch.no_grad()
 def show_lesson(model: Electra, tokenizer: Any, ids: Tensor) -> str:
     """What the two networks make of one held-out sentence (1, L); fakes and verdicts coloured."""
@@ -522,89 +495,12 @@ def show_lesson(model: Electra, tokenizer: Any, ids: Tensor) -> str:
     torch.manual_seed(1)
     out = model(ids)
     model.train()
-    original, masked, corrupted = (
-        [tokenizer.id_to_token(i) for i in row[0].tolist()]
-        for row in (ids, out.masked.ids, out.corrupted_ids)
-    )
-    fake = out.labels[0].tolist()
-    chance = out.discriminator_logits[0].float().sigmoid().tolist()
-    return show_rows(
-        [
-            ("original", original, [False] * len(fake)),
-            ("masked", masked, [False] * len(fake)),
-            ("generator", corrupted, fake),
-            ("replaced?", [f"{p:.0%}" for p in chance], [p > 0.5 for p in chance]),
-        ]
-    )
+    shown = (("original", ids), ("masked", out.masked.ids), ("generator", out.corrupted_ids))
+    rows = [(name, row[0].tolist(), (row[0] != ids[0]).tolist()) for name, row in shown]
+    return data.show_tokens(tokenizer, rows, out.discriminator_logits[0].sigmoid().tolist())
 
 
-# ----------------------------------------------------------------------------------------------
-# 7. The run's folder: config.json, tokenizer.json, metrics.csv, checkpoint.pt.
-# ----------------------------------------------------------------------------------------------
-
-METRICS = [
-    "step",
-    "tokens",
-    "seconds",
-    "learning_rate",
-    "generator_loss",
-    "discriminator_loss",
-    "valid_generator_loss",
-    "valid_generator_accuracy",
-    "valid_sampled_accuracy",
-    "valid_discriminator_loss",
-    "valid_accuracy",
-    "valid_precision",
-    "valid_recall",
-    "valid_auc",
-    "valid_replaced",
-]
-# What may change when a run goes on; a change of anything else makes it another run.
-MAY_CHANGE = set(
-    [
-        "data",
-        "out",
-        "tokens",
-        "steps",
-        "micro_batch",
-        "precision",
-        "device",
-        "log_every",
-        "eval_every",
-        "eval_sequences",
-        "save_minutes",
-    ]
-)
-
-
-def open_run(config: ElectraConfig, run: RunConfig, tokenizer: str) -> None:
-    """Make the run's folder, or check that it holds this very run."""
-    out = Path(run.out)
-    settings = dataclasses.asdict(run) | dataclasses.asdict(config)
-    if (out / "config.json").exists():
-        then = json.loads((out / "config.json").read_text())
-        changed = [
-            f"{k} was {then.get(k)}, now {v}"
-            for k, v in settings.items()
-            if then.get(k) != v and k not in MAY_CHANGE
-        ]
-        if (out / "tokenizer.json").read_text() != tokenizer:
-            changed.append("the tokenizer is another one")
-        if changed:
-            raise data.InputError(
-                f"{out} holds another run ({'; '.join(changed)}). Choose another --out."
-            )
-    out.mkdir(parents=True, exist_ok=True)
-    data.write_atomically(out / "tokenizer.json", tokenizer)
-    data.write_atomically(out / "config.json", json.dumps(settings, indent=1))
-
-
-def open_metrics(path: Path, step: int) -> Any:
-    """metrics.csv, open for appending, without the rows after `step` that a crash left behind."""
-    lines = path.read_text().splitlines() if path.exists() else [",".join(METRICS)]
-    kept = lines[:1] + [line for line in lines[1:] if int(line.split(",")[0]) <= step]
-    data.write_atomically(path, "\n".join(kept) + "\n")
-    return path.open("a", newline="")
+# ---- 7. Checkpoints. -----------------------------------------------------------------------------
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
@@ -621,14 +517,11 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001, torch raises many kinds for a damaged file
-        raise data.InputError(
-            f"{path}: damaged ({str(error).splitlines()[0]}). Move it away."
-        ) from None
+        reason = str(error).splitlines()[0]
+        raise data.InputError(f"{path}: damaged ({reason}). Move it away.") from None
 
 
-# ----------------------------------------------------------------------------------------------
-# 8. The training loop.
-# ----------------------------------------------------------------------------------------------
+# ---- 8. The training loop. ---------------------------------------------------------------------
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -651,25 +544,12 @@ def choose_precision(name: str, device: torch.device) -> str:
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     if device.type == "mps":
         return "fp32"
-    seconds = {}
-    for precision in ("fp32", "bf16"):
+
+    def seconds(precision: str) -> float:
         x = torch.ones(512, 512, dtype=DTYPES[precision])
-        seconds[precision] = min(timeit.repeat(lambda x=x: x @ x, number=1, repeat=10))
-    return min(seconds, key=seconds.__getitem__)
+        return min(timeit.repeat(lambda: x @ x, number=1, repeat=10))
 
-
-class StopRequest:
-    """Ctrl-C or SIGTERM: the step is finished and saved. A second Ctrl-C stops at once."""
-
-    made = False
-
-    def __init__(self) -> None:
-        signal.signal(signal.SIGINT, self.make)
-        signal.signal(signal.SIGTERM, self.make)
-
-    def make(self, number: int, frame: Any) -> None:
-        self.made = True
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return min(("fp32", "bf16"), key=seconds)
 
 
 def mean_losses(recent: list[Tensor], step: int, fp16: bool) -> list[float]:
@@ -682,30 +562,25 @@ def mean_losses(recent: list[Tensor], step: int, fp16: bool) -> list[float]:
         raise data.InputError(
             f"step {step - len(recent) + 1 + int(bad[0, 0])} is not finite: generator loss "
             f"{generator}, discriminator loss {discriminator}, gradient norm {norm}. The last "
-            "checkpoint is untouched; go on from it with --precision fp32, or lower --learning_rate."
+            "checkpoint is untouched: go on with --precision fp32 or a lower --learning_rate."
         )
     return values[:, :2].double().mean(0).tolist()
 
 
-def count(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
-
-
 def pretrain(config: ElectraConfig, run: RunConfig) -> None:
     """Everything from a text to a trained model in the folder `run.out`."""
-    # Tokens.
     text = Path(run.data or "builtin.txt")
     if not run.data and not text.exists():
         data.write_builtin_corpus(text)
     folder = Path(run.tokens or f"{text}.tokens")
     meta = data.prepare(text, folder, run.tokenizer, run.vocab, config.vocab_size)
     tokenizer = data.load_tokenizer(folder / "tokenizer.json")
-    special = {
-        f"{name}_id": tokenizer.token_to_id(f"[{name.upper()}]")
-        for name in ("pad", "cls", "sep", "mask")
-    }
-    config = dataclasses.replace(config, vocab_size=tokenizer.get_vocab_size(), **special)
-    open_run(config, run, tokenizer.to_str(pretty=True))
+    pad, _, cls, sep, mask = map(tokenizer.token_to_id, data.SPECIAL_TOKENS)
+    special = {"pad_id": pad, "cls_id": cls, "sep_id": sep, "mask_id": mask}
+    config = replace(config, vocab_size=tokenizer.get_vocab_size(), **special)
+    settings = asdict(run) | asdict(config) | {"text": meta["text"]}
+    out = Path(run.out)
+    data.open_run(out, settings, tokenizer.to_str(pretty=True))
     train, valid = (data.open_tokens(folder, split, meta) for split in ("train", "valid"))
 
     # Model and optimiser, where they start or where they stopped.
@@ -722,7 +597,6 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
     autocast = torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32")
     step, seconds, logged = 0, 0.0, 0.0  # time spent training, and that of the last row logged
     recent: list[Tensor] = []  # losses since that row; they stay on the device
-    out = Path(run.out)
     if (out / "checkpoint.pt").exists():
         state = load_checkpoint(out / "checkpoint.pt")
         model.load_state_dict(state["model"])
@@ -731,14 +605,11 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
         step, seconds, logged = state["step"], state["seconds"], state["logged"]
         recent = [losses.to(device) for losses in state["recent"]]
 
-    settings = dataclasses.asdict(run) | dataclasses.asdict(config)
     print(textwrap.fill(", ".join(f"{k} {v}" for k, v in settings.items() if v != ""), 100))
-    print(
-        f"parameters: generator {count(model.generator):,}, discriminator "
-        f"{count(model.discriminator):,}, both {count(model):,} since they share "
-        f"{count(model.discriminator.encoder.embeddings):,} in the embeddings\n"
-        f"tokens: {meta['train']:,} to train on, {meta['valid']:,} held out; {device}, {precision}"
-    )
+    for part in ("generator", "discriminator", "together"):
+        parameters = getattr(model, part, model).parameters()
+        print(f"parameters, {part}: {sum(p.numel() for p in parameters):,}")
+    print(f"tokens: {meta['train']:,} and {meta['valid']:,} held out; {device}, {precision}")
     if step:
         print(f"{out}: {step:,} of {run.steps:,} steps are done")
 
@@ -754,11 +625,18 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
     valid_batches = [get_batch(valid, i, min(micro_batch, held_out - i), 0) for i in starts]
     sentence = data.find_sentence(valid, tokenizer, run.length)
     lesson = torch.tensor([[config.cls_id, *sentence, config.sep_id]], device=device)
-    stop = StopRequest()
-    metrics = open_metrics(out / "metrics.csv", step)
+    stop = threading.Event()  # Ctrl-C and SIGTERM finish the step and save
+
+    def request_stop(*_: Any) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C stops at once
+        stop.set()
+
+    signal.signal(signal.SIGINT, request_stop)
+    signal.signal(signal.SIGTERM, request_stop)
+    metrics = data.open_metrics(out / "metrics.csv", step)
     bar = tqdm(total=run.steps, initial=step, unit="step", disable=None)
     saved = clock = time.perf_counter()
-    while step < run.steps and not stop.made:
+    while step < run.steps and not stop.is_set():
         # One step. Everything random in it follows from the seed and its number.
         step += 1
         rate = learning_rate(step, run)
@@ -786,7 +664,7 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
         done = step == run.steps
         evaluation = done or step % run.eval_every == 0
         log = evaluation or step % run.log_every == 0
-        save = evaluation or stop.made or time.perf_counter() - saved > 60 * run.save_minutes
+        save = evaluation or stop.is_set() or time.perf_counter() - saved > 60 * run.save_minutes
         if not (log or save):
             continue
         means = mean_losses(recent, step, precision == "fp16")
@@ -795,9 +673,7 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
             speed = len(recent) * run.batch_size * run.length / (seconds - logged)
             recent, logged = [], seconds
             row = [step, step * run.batch_size * run.length, seconds, rate, *means]
-            status = (
-                f"generator {means[0]:.3f}, discriminator {means[1]:.4f}, {speed:,.0f} tokens/s"
-            )
+            status = f"generator {means[0]:.3f}, discriminator {means[1]:.4f}, {speed:,.0f} tok/s"
             bar.set_postfix_str(status)
             if bar.disable:  # no terminal: plain lines
                 left = tqdm.format_interval((run.steps - step) * seconds / step)
@@ -808,7 +684,7 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
                 numbers = ", ".join(f"{k[6:]} {v:.3f}" for k, v in result.items())
                 bar.write(f"\nheld-out text after step {step:,}: {numbers}\n")
                 bar.write(show_lesson(model, tokenizer, lesson))
-            row += [""] * (len(METRICS) - len(row))
+            row += [""] * (len(data.METRICS) - len(row))
             metrics.write(",".join(x if x == "" else f"{x:.10g}" for x in row) + "\n")
             metrics.flush()
         if save:
@@ -825,9 +701,7 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
         print(f"{out}: stopped after step {step:,}; the same command goes on from there.")
 
 
-# ----------------------------------------------------------------------------------------------
-# 9. The command line.
-# ----------------------------------------------------------------------------------------------
+# ---- 9. The command line. ----------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -836,8 +710,7 @@ def detect(out: Path, text: str) -> None:
     if not (out / "checkpoint.pt").exists():
         raise data.InputError(f"{out}: no trained model. Train one first, or name it with --out.")
     settings = json.loads((out / "config.json").read_text())
-    names = [f.name for f in dataclasses.fields(ElectraConfig)]
-    config = ElectraConfig(**{name: settings[name] for name in names})
+    config = ElectraConfig(**{f.name: settings[f.name] for f in fields(ElectraConfig)})
     model = Electra(config).eval()
     model.load_state_dict(load_checkpoint(out / "checkpoint.pt")["model"])
     tokenizer = data.load_tokenizer(out / "tokenizer.json")
@@ -846,20 +719,9 @@ def detect(out: Path, text: str) -> None:
         ids = tokenizer.encode(line, add_special_tokens=False).ids
         for part in (ids[i : i + room] for i in range(0, len(ids), room)):
             scores = model.discriminator(torch.tensor([[config.cls_id, *part, config.sep_id]]))
-            chance = scores[0, 1:-1].sigmoid().tolist()
-            marks = [p > 0.5 for p in chance]
-            words = [tokenizer.id_to_token(i) for i in part]
-            print(
-                show_rows(
-                    [("token", words, marks), ("replaced?", [f"{p:.0%}" for p in chance], marks)]
-                )
-            )
-
-
-def fraction(text: str) -> float:
-    """0.25 or 1/4."""
-    numerator, _, denominator = text.partition("/")
-    return float(numerator) / float(denominator or 1)
+            chances = scores[0, 1:-1].sigmoid()
+            rows = [("token", part, (chances > 0.5).tolist())]
+            print(data.show_tokens(tokenizer, rows, chances.tolist()))
 
 
 def parse_arguments(arguments: list[str] | None) -> tuple[ElectraConfig, RunConfig, str | None]:
@@ -869,47 +731,32 @@ def parse_arguments(arguments: list[str] | None) -> tuple[ElectraConfig, RunConf
         epilog="What is not given comes from the size: see SIZES in electra.py.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--detect", metavar="TEXT", help="which tokens look replaced? - reads stdin"
-    )
-    names: dict[str, set[str]] = {}
-    for cls in (RunConfig, ElectraConfig):
-        options = [f for f in dataclasses.fields(cls) if f.metadata]
-        names[cls.__name__] = {f.name for f in options}
-        for f in options:
-            kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-            if not isinstance(f.default, bool):
-                kind = {"type": fraction if isinstance(f.default, float) else type(f.default)}
-            parser.add_argument(
-                f"--{f.name}", help=f.metadata["help"], default=argparse.SUPPRESS, **kind
-            )
+    parser.add_argument("--detect", metavar="TEXT", help="show what looks replaced; - reads stdin")
+    for f in fields(RunConfig) + fields(ElectraConfig):
+        flag = {"action": argparse.BooleanOptionalAction} if f.default is False else {}
+        kind: dict[str, Any] = flag or {"type": type(f.default)}
+        if f.metadata:
+            parser.add_argument(f"--{f.name}", default=argparse.SUPPRESS, **f.metadata, **kind)
     given = vars(parser.parse_args(arguments))
     text = given.pop("detect")
     size = given.get("size", "small" if given.get("data") else "tiny")
     if size not in SIZES:
         raise data.InputError(f"--size {size}: choose one of {', '.join(SIZES)}.")
+    config, run = SIZES[size]
     given = given if given.get("data") else DEMO | given
-    config, run = (
-        dataclasses.replace(
-            part, **{k: v for k, v in given.items() if k in names[type(part).__name__]}
-        )
-        for part in SIZES[size]
-    )
-    width, micro_batch = generator_config(config), run.micro_batch or run.batch_size
+    of_model = {name: given.pop(name) for name in list(given) if hasattr(config, name)}
+    config, run = replace(config, **of_model), replace(run, **given)
+    width, every = generator_config(config), (run.log_every, run.eval_every, run.eval_sequences)
+    whole = (run.batch_size % (run.micro_batch or 1), config.hidden_size % config.num_heads)
     for wrong, problem in (
         (not 8 <= run.length <= config.max_positions, "--length must be 8 to --max_positions"),
-        (run.batch_size % micro_batch, "--batch_size must be a multiple of --micro_batch"),
-        (config.hidden_size % config.num_heads, "--hidden_size must be a multiple of --num_heads"),
-        (
-            width.hidden_size % width.num_heads,
-            "the generator's width must be a multiple of its heads (one per 64)",
-        ),
+        (min(run.batch_size, run.steps, *every) < 1, "sizes and intervals must be at least 1"),
+        (whole[0], "--batch_size must be a multiple of --micro_batch"),
+        (whole[1], "--hidden_size must be a multiple of --num_heads"),
+        (width.hidden_size % width.num_heads, "a generator of this width cannot have its heads"),
+        (config.share_encoder and width != config, "--share_encoder needs --generator_size 1"),
         (not 0 < config.mask_prob < 1, "--mask_prob must lie between 0 and 1"),
         (run.precision not in ("auto", *DTYPES), "--precision must be auto, fp32, bf16 or fp16"),
-        (
-            min(run.batch_size, run.steps, run.log_every, run.eval_every, run.eval_sequences) < 1,
-            "sizes and intervals must be at least 1",
-        ),
     ):
         if wrong:
             raise data.InputError(f"{problem}.")
@@ -926,6 +773,9 @@ def main(arguments: list[str] | None = None) -> int:
     except data.InputError as error:
         print(f"electra.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("electra.py: stopped; the same command goes on from there.", file=sys.stderr)
+        return 130
     return 0
 
 
