@@ -18,7 +18,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from tokenizers import (
@@ -198,14 +198,25 @@ def finish_tokenizer(tokenizer: Tokenizer, origin: Path | str) -> Tokenizer:
 # ---- Token files -------------------------------------------------------------------------------
 
 
-def prepare(
-    path: Path, folder: Path, tokenizer: str, vocab: str, vocab_size: int
-) -> dict[str, Any]:
-    """Turn a text into token files, once; returns meta.json.
+class Corpus(NamedTuple):
+    """A text as a model reads it: two streams of ids, mapped from the files."""
+
+    tokenizer: Tokenizer
+    train: np.ndarray
+    valid: np.ndarray
+    fingerprint: str  # of the text
+
+
+def prepare(text: str, tokens: str, tokenizer: str, vocab: str, vocab_size: int) -> Corpus:
+    """Turn a text into token files, once. No text: the built-in corpus; no folder: <text>.tokens.
 
     An interrupted preparation goes on where it was; what is done is not done again; another text or
     tokenizer in the same folder is refused. Memory does not grow with the text.
     """
+    path = Path(text or "builtin.txt")
+    if not text and not path.exists():
+        write_builtin_corpus(path)
+    folder = Path(tokens or f"{path}.tokens")
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "no such file"
         raise InputError(f"{path}: {what}. --data takes one UTF-8 text file.")
@@ -255,7 +266,8 @@ def prepare(
         write_atomically(meta_path, json.dumps(meta, indent=1))
     if not meta["complete"]:
         encode_text(path, folder, meta)
-    return meta
+    train, valid = (open_tokens(folder, split, meta) for split in ("train", "valid"))
+    return Corpus(load_tokenizer(tokenizer_path), train, valid, meta["text"])
 
 
 def encode_text(path: Path, folder: Path, meta: dict[str, Any]) -> None:

@@ -154,9 +154,7 @@ def generator_config(config: ElectraConfig) -> ElectraConfig:
 
 
 # ---- 3. The transformer encoder: BERT's, with LayerNorm after each residual sum. ---------------
-
-
-MaybeTensor = Tensor | None
+MaybeTensor = Tensor | None  # an argument that may be left out
 
 
 class Embeddings(nn.Module):
@@ -239,8 +237,6 @@ class Encoder(nn.Module):
 
 
 # ---- 4. ELECTRA: mask, predict, sample, detect (section 2 and figure 2 of the paper).
-
-
 class Masked(NamedTuple):
     """What mask_tokens chose. K is the same for all rows; `chosen` says which of the K count."""
 
@@ -415,8 +411,6 @@ class Electra(nn.Module):
 
 
 # ---- 5. Optimiser and schedule (appendix A). ---------------------------------------------------
-
-
 def make_optimizer(model: nn.Module, run: RunConfig) -> torch.optim.AdamW:
     """AdamW; biases and LayerNorms, the parameters with one dimension, do not decay."""
     # model.parameters() is an iterator: passed to two groups, it would leave the second one empty.
@@ -436,8 +430,6 @@ def learning_rate(step: int, run: RunConfig) -> float:
 
 
 # ---- 6. Evaluation on held-out text. -----------------------------------------------------------
-
-
 def area_under_curve(scores: np.ndarray, labels: np.ndarray) -> float:
     """Chance that a replaced token scores above an original one; ties, and no pairs, count half."""
     positives = int(labels.sum())
@@ -501,8 +493,6 @@ def show_lesson(model: Electra, tokenizer: Any, ids: Tensor) -> str:
 
 
 # ---- 7. Checkpoints. -----------------------------------------------------------------------------
-
-
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     """Write, sync, rename: whatever happens, `path` is a whole checkpoint, the old or the new."""
     temporary = path.with_name(path.name + ".tmp")
@@ -522,7 +512,6 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 # ---- 8. The training loop. ---------------------------------------------------------------------
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -569,19 +558,14 @@ def mean_losses(recent: list[Tensor], step: int, fp16: bool) -> list[float]:
 
 def pretrain(config: ElectraConfig, run: RunConfig) -> None:
     """Everything from a text to a trained model in the folder `run.out`."""
-    text = Path(run.data or "builtin.txt")
-    if not run.data and not text.exists():
-        data.write_builtin_corpus(text)
-    folder = Path(run.tokens or f"{text}.tokens")
-    meta = data.prepare(text, folder, run.tokenizer, run.vocab, config.vocab_size)
-    tokenizer = data.load_tokenizer(folder / "tokenizer.json")
+    corpus = data.prepare(run.data, run.tokens, run.tokenizer, run.vocab, config.vocab_size)
+    tokenizer, train, valid = corpus.tokenizer, corpus.train, corpus.valid
     pad, _, cls, sep, mask = map(tokenizer.token_to_id, data.SPECIAL_TOKENS)
     special = {"pad_id": pad, "cls_id": cls, "sep_id": sep, "mask_id": mask}
     config = replace(config, vocab_size=tokenizer.get_vocab_size(), **special)
-    settings = asdict(run) | asdict(config) | {"text": meta["text"]}
+    settings = asdict(run) | asdict(config) | {"text": corpus.fingerprint}
     out = Path(run.out)
     data.open_run(out, settings, tokenizer.to_str(pretty=True))
-    train, valid = (data.open_tokens(folder, split, meta) for split in ("train", "valid"))
 
     # Model and optimiser, where they start or where they stopped.
     device = choose_device(run.device)
@@ -609,7 +593,7 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
     for part in ("generator", "discriminator", "together"):
         parameters = getattr(model, part, model).parameters()
         print(f"parameters, {part}: {sum(p.numel() for p in parameters):,}")
-    print(f"tokens: {meta['train']:,} and {meta['valid']:,} held out; {device}, {precision}")
+    print(f"tokens: {len(train):,} and {len(valid):,} held out; {device}, {precision}")
     if step:
         print(f"{out}: {step:,} of {run.steps:,} steps are done")
 
@@ -702,8 +686,6 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
 
 
 # ---- 9. The command line. ----------------------------------------------------------------------
-
-
 @torch.no_grad()
 def detect(out: Path, text: str) -> None:
     """Print every token of the text with the probability that it is a replacement."""

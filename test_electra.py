@@ -550,7 +550,8 @@ def prepare(
     path = folder / "text.txt"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     tokens = folder / "tokens"
-    return data.prepare(path, tokens, kind, "", vocab_size), tokens
+    data.prepare(str(path), str(tokens), kind, "", vocab_size)
+    return json.loads((tokens / "meta.json").read_text()), tokens
 
 
 def stream(meta: dict, tokens: Path) -> list[int]:
@@ -647,8 +648,9 @@ def test_a_berts_vocabulary_keeps_its_ids(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("\n".join(vocabulary) + "\n")
     path = tmp_path / "text.txt"
     path.write_text("The cats\n\nthe dog\n")
-    meta = data.prepare(path, tmp_path / "tokens", "wordpiece", str(tmp_path / "vocab.txt"), 100)
-    assert stream(meta, tmp_path / "tokens") == [6, 7, 8, 4, 6, 2, 4]
+    vocab, tokens = str(tmp_path / "vocab.txt"), str(tmp_path / "tokens")
+    corpus = data.prepare(str(path), tokens, "wordpiece", vocab, 100)
+    assert [*corpus.train.tolist(), *corpus.valid.tolist()] == [6, 7, 8, 4, 6, 2, 4]
 
 
 def test_a_vocabulary_above_65535_entries_is_stored_in_four_bytes(tmp_path: Path) -> None:
@@ -656,8 +658,9 @@ def test_a_vocabulary_above_65535_entries_is_stored_in_four_bytes(tmp_path: Path
     (tmp_path / "vocab.txt").write_text("\n".join(vocabulary) + "\n")
     path = tmp_path / "text.txt"
     path.write_text("w69999 w1\n\nw65536\n")
-    meta = data.prepare(path, tmp_path / "tokens", "wordpiece", str(tmp_path / "vocab.txt"), 100)
-    assert stream(meta, tmp_path / "tokens") == [70_004, 6, SEP, 65_541, SEP]
+    vocab, tokens = str(tmp_path / "vocab.txt"), str(tmp_path / "tokens")
+    corpus = data.prepare(str(path), tokens, "wordpiece", vocab, 100)
+    assert [*corpus.train.tolist(), *corpus.valid.tolist()] == [70_004, 6, SEP, 65_541, SEP]
 
 
 @pytest.mark.parametrize("pieces", [60, 200, 499])
