@@ -1,4 +1,4 @@
-"""Everything that touches files of text: the tokenizer, token files, batches, the built-in corpus.
+"""Everything that touches text: tokenizer, token files, batches, a run's folder, built-in corpus.
 
     text --prepare()--> tokenizer.json, train.bin, valid.bin, meta.json --get_batch()--> ids (B, L)
 
@@ -476,7 +476,7 @@ def open_metrics(path: Path, step: int) -> Any:
 def show_tokens(
     tokenizer: Tokenizer, rows: list[tuple[str, list[int], list[bool]]], chances: list[float]
 ) -> str:
-    """Rows (name, ids, which to colour) of tokens under one another, and the discriminator's verdicts."""
+    """Rows (name, ids, which to colour) of tokens, and the discriminator's verdict on each."""
     cells = [(name, [tokenizer.id_to_token(i) for i in ids], marks) for name, ids, marks in rows]
     cells.append(("replaced?", [f"{p:.0%}" for p in chances], [p > 0.5 for p in chances]))
     widths = [1 + max(len(words[i]) for _, words, _ in cells) for i in range(len(chances))]
