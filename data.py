@@ -50,8 +50,6 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 # ---- Reading text ------------------------------------------------------------------------------
-
-
 def read_pieces(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
     """Lines with their newline and the offset behind them; lines over PIECE bytes come in parts.
 
@@ -109,8 +107,6 @@ def fingerprint(path: Path) -> str:
 
 
 # ---- Tokenizer ---------------------------------------------------------------------------------
-
-
 def sample_lines(path: Path) -> Iterator[str]:
     """Lines to train a tokenizer on: the whole text, or SAMPLE_SLICES pieces of a large one."""
     size = path.stat().st_size
@@ -196,8 +192,6 @@ def finish_tokenizer(tokenizer: Tokenizer, origin: Path | str) -> Tokenizer:
 
 
 # ---- Token files -------------------------------------------------------------------------------
-
-
 class Corpus(NamedTuple):
     """A text as a model reads it: two streams of ids, mapped from the files."""
 
@@ -282,14 +276,7 @@ def encode_text(path: Path, folder: Path, meta: dict[str, Any]) -> None:
     for split, file in files.items():
         file.truncate(meta[split] * dtype.itemsize)
     size = path.stat().st_size
-    progress = tqdm(
-        total=size,
-        initial=meta["offset"],
-        desc="preparing",
-        unit="B",
-        unit_scale=True,
-        disable=None,
-    )
+    progress = tqdm(total=size, initial=meta["offset"], unit="B", unit_scale=True, disable=None)
 
     def append(ids: np.ndarray) -> None:
         split = "valid" if meta["documents"] % HELD_OUT == 0 else "train"
@@ -322,7 +309,7 @@ def encode_text(path: Path, folder: Path, meta: dict[str, Any]) -> None:
                 pieces.append(decode(piece, offset, path))
                 begins.append(meta["between_documents"])
                 meta["between_documents"] = not meta["blank_lines"] and piece.endswith(b"\n")
-            else:
+            elif piece.endswith(b"\n"):
                 meta["between_documents"] = True
             amount += len(piece)
             if amount >= PIECE:
@@ -331,14 +318,13 @@ def encode_text(path: Path, folder: Path, meta: dict[str, Any]) -> None:
                 pieces, begins, amount = [], [], 0
         encode(pieces, begins)
         append(end)
-    if (
-        meta["valid"] == 0
-    ):  # fewer than 100 documents: hold out the last, or the end of the only one
+    if meta["valid"] == 0:
+        # Fewer than 100 documents: hold out the last, or the end of the only one. train.bin keeps
+        # these tokens behind meta["train"], so that a crash right here can be made good.
         start = meta["last_document"] or meta["train"] - max(1, meta["train"] // HELD_OUT)
         files["train"].flush()
         tail = np.fromfile(folder / "train.bin", dtype, offset=start * dtype.itemsize)
         files["valid"].write(tail.tobytes())
-        files["train"].truncate(start * dtype.itemsize)
         meta["train"], meta["valid"] = start, len(tail)
     meta["complete"] = True
     save(size)
@@ -349,15 +335,13 @@ def encode_text(path: Path, folder: Path, meta: dict[str, Any]) -> None:
 
 def open_tokens(folder: Path, split: str, meta: dict[str, Any]) -> np.ndarray:
     """The stream of ids of "train" or "valid", mapped: nothing is read before it is used."""
-    tokens = np.memmap(folder / f"{split}.bin", dtype=meta["dtype"], mode="r")
+    tokens = np.memmap(folder / f"{split}.bin", dtype=meta["dtype"], mode="r")[: meta[split]]
     if len(tokens) != meta[split]:
         raise InputError(f"{folder}/{split}.bin: damaged. Delete {folder} to make it again.")
     return tokens
 
 
 # ---- Batches -----------------------------------------------------------------------------------
-
-
 def scramble(x: np.ndarray, key: int) -> np.ndarray:
     """Random-looking 64-bit numbers that follow from x and key (the finaliser of SplitMix64)."""
     x = x.astype(np.uint64) + np.uint64((key + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1)
@@ -436,7 +420,6 @@ def find_sentence(tokens: np.ndarray, tokenizer: Tokenizer, length: int) -> list
 
 
 # ---- The folder of a run -----------------------------------------------------------------------
-
 METRICS = [
     "step", "tokens", "seconds", "learning_rate", "generator_loss", "discriminator_loss",
     "valid_generator_loss", "valid_generator_accuracy", "valid_sampled_accuracy",
@@ -499,8 +482,6 @@ def show_tokens(
 
 
 # ---- The built-in corpus: English that comes with every Python ---------------------------------
-
-
 def write_builtin_corpus(path: Path, size: int = 4_000_000) -> None:
     """Collect about `size` bytes of English from the documentation of the installed packages.
 

@@ -27,8 +27,7 @@ Run it:
     python electra.py --data owt.txt               ELECTRA-Small by the paper's recipe
     python electra.py --detect "the chef ate the sky"    which tokens look replaced?
 
-Letters in shape comments: B batch, L length, E embedding width, D hidden width, H heads,
-V vocabulary, K predictions per sequence.
+Shapes: B batch, L length, E embedding width, D hidden width, H heads, V vocabulary, K predictions.
 """
 
 import argparse
@@ -78,7 +77,6 @@ class ElectraConfig:
     sinusoids: bool = option(False, "start the position embeddings as sinusoids, not at random")
     mask_prob: float = option(0.15, "share of the tokens that the generator predicts")
     mask_share: float = option(0.85, "share of those that it sees as [MASK]; it sees the others")
-    temperature: float = option(1.0, "temperature of the generator's samples")
     discriminator_weight: float = option(50.0, "lambda, weight of the discriminator's loss")
     # The special tokens are where the tokenizer puts them. These are BERT's ids.
     pad_id: int = 0
@@ -142,7 +140,7 @@ SIZES: dict[str, tuple[ElectraConfig, RunConfig]] = {
     "base": (BASE_MODEL, BASE_RECIPE),
     "large": (LARGE_MODEL, LARGE_RECIPE),
 }
-# The built-in corpus is small and plain: fewer words, layers and minutes are enough to see it learn.
+# The built-in corpus is small and plain: fewer words, layers and minutes show it learning.
 DEMO: dict[str, Any] = {"vocab_size": 2048, "num_layers": 2, "learning_rate": 2e-3}
 DEMO |= {"warmup_steps": 200, "steps": 2000, "eval_every": 500}
 
@@ -222,9 +220,8 @@ class Encoder(nn.Module):
     def __init__(self, config: ElectraConfig, embeddings: Embeddings) -> None:
         super().__init__()
         self.embeddings = embeddings
-        self.project = None
-        if config.embedding_size != config.hidden_size:
-            self.project = nn.Linear(config.embedding_size, config.hidden_size)
+        E, D = config.embedding_size, config.hidden_size
+        self.project = nn.Linear(E, D) if E != D else None
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
 
     def forward(
@@ -260,8 +257,7 @@ def mask_tokens(ids: Tensor, config: ElectraConfig, attention_mask: MaybeTensor 
     length = legal.sum(1)
     for special in (config.pad_id, config.cls_id, config.sep_id, config.mask_id):
         legal = legal & (ids != special)
-    wanted = (config.mask_prob * length).round().clamp(min=1, max=K)
-    wanted = torch.minimum(wanted, legal.sum(1))  # (B,)
+    wanted = (config.mask_prob * length).round().clamp(min=1, max=K).minimum(legal.sum(1))  # (B,)
     # The K largest of L random numbers are K distinct positions; illegal ones come last.
     order = torch.rand(B, L, device=ids.device).masked_fill(~legal, -1.0)
     positions = order.topk(K, dim=1).indices
@@ -397,7 +393,7 @@ class Electra(nn.Module):
         nats = F.cross_entropy(logits.float().transpose(1, 2), original, reduction="none")  # (B, K)
         generator_loss = masked_mean(nats, masked.chosen)
         # Sample: no gradient flows through it (section 2: it would have to pass a discrete choice).
-        sampled = gumbel_sample(logits.detach(), config.temperature)  # (B, K)
+        sampled = gumbel_sample(logits.detach())  # (B, K)
         sampled = torch.where(masked.chosen, sampled, original)
         corrupted_ids = ids.scatter(1, masked.positions, sampled)
         labels = corrupted_ids != ids
@@ -421,8 +417,7 @@ def make_optimizer(model: nn.Module, run: RunConfig) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": run.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    # fused: one pass over the parameters instead of a dozen
-    fused = parameters[0].device.type in ("cpu", "cuda")
+    fused = parameters[0].device.type in ("cpu", "cuda")  # one pass over them, not a dozen
     return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.999), eps=1e-6, fused=fused)
 
 
@@ -444,7 +439,7 @@ def area_under_curve(scores: np.ndarray, labels: np.ndarray) -> float:
 
 @torch.no_grad()
 def evaluate(
-    model: Electra, batches: list[tuple[Tensor, Tensor]], autocast: torch.autocast
+    model: Electra, batches: list[tuple[Tensor, ...]], autocast: torch.autocast
 ) -> dict[str, float]:
     """Losses and accuracies without dropout, with the same masks and samples every time.
 
@@ -509,8 +504,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001, torch raises many kinds for a damaged file
-        reason = str(error).splitlines()[0]
-        raise data.InputError(f"{path}: damaged ({reason}). Move it away.") from None
+        raise data.InputError(f"{path}: damaged ({str(error)!r:.60}). Move it away.") from None
 
 
 # ---- 8. The training loop. ---------------------------------------------------------------------
@@ -519,8 +513,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def choose_device(name: str) -> torch.device:
     if name == "auto":
-        mps = "mps" if torch.backends.mps.is_available() else "cpu"
-        name = "cuda" if torch.cuda.is_available() else mps
+        found = torch.accelerator.is_available()
+        name = torch.accelerator.current_accelerator().type if found else "cpu"
     try:
         return torch.empty(1, device=name).device
     except (RuntimeError, AssertionError) as error:
@@ -535,12 +529,8 @@ def choose_precision(name: str, device: torch.device) -> str:
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     if device.type == "mps":
         return "fp32"
-
-    def seconds(precision: str) -> float:
-        x = torch.ones(512, 512, dtype=DTYPES[precision])
-        return min(timeit.repeat(lambda: x @ x, number=1, repeat=10))
-
-    return min(("fp32", "bf16"), key=seconds)
+    x = {p: torch.ones(512, 512, dtype=DTYPES[p]) for p in ("fp32", "bf16")}
+    return min(x, key=lambda p: min(timeit.repeat(lambda: x[p] @ x[p], number=1, repeat=10)))
 
 
 def mean_losses(recent: list[Tensor], step: int, fp16: bool) -> list[float]:
@@ -561,11 +551,11 @@ def mean_losses(recent: list[Tensor], step: int, fp16: bool) -> list[float]:
 def pretrain(config: ElectraConfig, run: RunConfig) -> None:
     """Everything from a text to a trained model in the folder `run.out`."""
     corpus = data.prepare(run.data, run.tokens, run.tokenizer, run.vocab, config.vocab_size)
-    tokenizer, train, valid = corpus.tokenizer, corpus.train, corpus.valid
+    tokenizer, train, valid, fingerprint = corpus
     pad, _, cls, sep, mask = map(tokenizer.token_to_id, data.SPECIAL_TOKENS)
     special = {"pad_id": pad, "cls_id": cls, "sep_id": sep, "mask_id": mask}
     config = replace(config, vocab_size=tokenizer.get_vocab_size(), **special)
-    settings = asdict(run) | asdict(config) | {"text": corpus.fingerprint}
+    settings = asdict(run) | asdict(config) | {"text": fingerprint}
     out = Path(run.out)
     data.open_run(out, settings, tokenizer.to_str(pretty=True))
 
@@ -597,10 +587,9 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
         print(f"parameters, {part}: {sum(p.numel() for p in parameters):,}")
     print(f"tokens: {len(train):,} and {len(valid):,} held out; {device}, {precision}")
 
-    def get_batch(tokens: np.ndarray, first: int, rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    def get_batch(tokens: np.ndarray, first: int, rows: int, seed: int) -> tuple[Tensor, ...]:
         arrays = data.get_batch(tokens, first, rows, run.length, seed, config.cls_id, config.sep_id)
-        ids, token_type_ids = (torch.from_numpy(array).to(device) for array in arrays)
-        return ids, token_type_ids
+        return tuple(torch.from_numpy(array).to(device) for array in arrays)
 
     micro_batch = run.micro_batch or run.batch_size
     accumulation = run.batch_size // micro_batch
@@ -706,11 +695,10 @@ def detect(out: Path, text: str) -> None:
 
 def parse_arguments(arguments: list[str] | None) -> tuple[ElectraConfig, RunConfig, str | None]:
     """The size's model and recipe, with what the command line says instead."""
-    parser = argparse.ArgumentParser(
-        description="Pre-train ELECTRA on a text, or show what a trained one finds in a sentence.",
-        epilog="What is not given comes from the size: see SIZES in electra.py.",
-        allow_abbrev=False,
+    about = (
+        "Pre-train ELECTRA on a text. What is not given comes from the size: SIZES in electra.py."
     )
+    parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
     parser.add_argument("--detect", metavar="TEXT", help="show what looks replaced; - reads stdin")
     for f in fields(RunConfig) + fields(ElectraConfig):
         flag = {"action": argparse.BooleanOptionalAction} if f.default is False else {}
@@ -727,12 +715,11 @@ def parse_arguments(arguments: list[str] | None) -> tuple[ElectraConfig, RunConf
     of_model = {name: given.pop(name) for name in list(given) if hasattr(config, name)}
     config, run = replace(config, **of_model), replace(run, **given)
     width, every = generator_config(config), (run.log_every, run.eval_every, run.eval_sequences)
-    whole = (run.batch_size % (run.micro_batch or 1), config.hidden_size % config.num_heads)
     for wrong, problem in (
         (not 8 <= run.length <= config.max_positions, "--length must be 8 to --max_positions"),
         (min(run.batch_size, run.steps, *every) < 1, "sizes and intervals must be at least 1"),
-        (whole[0], "--batch_size must be a multiple of --micro_batch"),
-        (whole[1], "--hidden_size must be a multiple of --num_heads"),
+        (run.batch_size % (run.micro_batch or 1), "--micro_batch must divide --batch_size"),
+        (config.hidden_size % config.num_heads, "--num_heads must divide --hidden_size"),
         (width.hidden_size % width.num_heads, "a generator of this width cannot have its heads"),
         (config.share_encoder and width != config, "--share_encoder needs --generator_size 1"),
         (not 0 < config.mask_prob < 1, "--mask_prob must lie between 0 and 1"),

@@ -912,7 +912,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_checkpoint(finis
         (
             b"some words\n",
             ["--data", "text.txt", "--micro_batch", "3"],
-            "multiple of --micro_batch",
+            "--micro_batch must divide --batch_size",
         ),
         (b"some words\n", ["--detect", "hello", "--out", "nothing"], "nothing: no trained model"),
     ],
