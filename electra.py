@@ -113,9 +113,9 @@ class RunConfig:
 
 
 # A size is its model AND its recipe: a model trained at another's learning rate disappoints.
-# small, base and large are the paper's (table 6); tiny is ours, made for two CPU cores: in trials of
-# a few million tokens, separate encoders learned to detect next to nothing, and a loss weight of 50
-# or random positions kept the generator at counting words.
+# small, base and large are the paper's (table 6); tiny is ours, made for two CPU cores. In single
+# trials of a few million tokens, separate encoders learned to detect next to nothing, and at a loss
+# weight of 50 the generator kept to counting words.
 TINY_MODEL = ElectraConfig(
     vocab_size=4096, hidden_size=192, num_layers=3, num_heads=3, intermediate_size=768,
     generator_size=1.0, share_encoder=True, max_positions=128, dropout=0.0, init_std=0.06,
