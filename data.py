@@ -6,16 +6,24 @@ The token files are one long stream of ids, little-endian uint16 (uint32 above 6
 which every document ends with [SEP]. They are memory-mapped: a corpus may be larger than memory.
 """
 
+import argparse
 import ast
 import hashlib
+import http.client
 import importlib.util
 import itertools
 import json
+import math
 import os
 import re
 import shutil
+import statistics
 import sys
 import sysconfig
+import urllib.error
+import urllib.request
+import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -453,7 +461,7 @@ def open_metrics(path: Path, step: int) -> Any:
     lines = path.read_text().splitlines() if path.exists() else [",".join(METRICS)]
     kept = lines[:1] + [line for line in lines[1:] if int(line.split(",")[0]) <= step]
     write_atomically(path, "\n".join(kept) + "\n")
-    return path.open("a", newline="")
+    return path.open("a", buffering=1, newline="")  # each row is in the file at once
 
 
 def show_tokens(
@@ -529,3 +537,238 @@ def prose(text: str) -> Iterator[str]:
         letters = sum(character.isalpha() or character == " " for character in line)
         if len(words) >= 6 and letters >= 0.85 * len(line) and ">>>" not in line:
             yield line
+
+
+# ---- GLUE: archives and TSV files --------------------------------------------------------------
+class GlueTask(NamedTuple):
+    """Where a task of GLUE is fetched, and where its texts and labels stand (columns from 0)."""
+
+    sources: tuple[str, ...]  # addresses
+    rows: dict[str, int]  # file -> rows of the official release, headers not counted
+    texts: tuple[int, ...]  # columns of the text, or of both texts, in train and dev
+    test_texts: tuple[int, ...]
+    label: int  # column of the label in train and dev
+    labels: tuple[str, ...]  # in the order of a model's outputs; none: a score from 0 to 5
+
+
+def splits(train: int, dev: int, test: int) -> dict[str, int]:
+    return {"train": train, "dev": dev, "test": test}
+
+
+SITE = "https://dl.fbaipublicfiles.com/"
+AT, PAIRS = SITE + "glue/data/", SITE + "senteval/senteval_data/msr_paraphrase_"
+YES_NO, ENTAILED = ("0", "1"), ("entailment", "not_entailment")
+NLI = ("contradiction", "entailment", "neutral")
+MNLI_ROWS = {"train": 392702, "dev_matched": 9815, "dev_mismatched": 9832}
+MNLI_ROWS |= {"test_matched": 9796, "test_mismatched": 9847}
+# MRPC has no archive: its pairs are two files, and a list says which of them are for dev. The
+# diagnostic set, AX on the site, is test only and predicted with the MNLI model.
+MRPC = (PAIRS + "train.txt", PAIRS + "test.txt", AT + "mrpc_dev_ids.tsv")
+GLUE = {
+    "CoLA": GlueTask((AT + "CoLA.zip",), splits(8551, 1043, 1063), (3,), (1,), 1, YES_NO),
+    "SST-2": GlueTask((AT + "SST-2.zip",), splits(67349, 872, 1821), (0,), (1,), 1, YES_NO),
+    "MRPC": GlueTask(MRPC, splits(3668, 408, 1725), (3, 4), (3, 4), 0, YES_NO),
+    "STS-B": GlueTask((AT + "STS-B.zip",), splits(5749, 1500, 1379), (-3, -2), (-2, -1), -1, ()),
+    "QQP": GlueTask(
+        (AT + "QQP-clean.zip",), splits(363846, 40430, 390965), (3, 4), (1, 2), 5, YES_NO
+    ),
+    "MNLI": GlueTask((AT + "MNLI.zip",), MNLI_ROWS, (8, 9), (8, 9), -1, NLI),
+    "QNLI": GlueTask((AT + "QNLIv2.zip",), splits(104743, 5463, 5463), (1, 2), (1, 2), 3, ENTAILED),
+    "RTE": GlueTask((AT + "RTE.zip",), splits(2490, 277, 3000), (1, 2), (1, 2), 3, ENTAILED),
+    "WNLI": GlueTask((AT + "WNLI.zip",), splits(635, 71, 146), (1, 2), (1, 2), 3, YES_NO),
+    "diagnostic": GlueTask((AT + "AX.tsv",), {"diagnostic": 1104}, (1, 2), (1, 2), -1, NLI),
+}
+
+
+class Example(NamedTuple):
+    texts: tuple[str, ...]  # one sentence, or two
+    label: float  # number of the class, or the score; NaN where there is none
+
+
+def read_rows(path: Path) -> list[list[str]]:
+    """The cells of every line, headers too. A TSV is no CSV: quotes are ordinary characters.
+
+    A line ends at a newline and nowhere else (str.splitlines would cut at U+0085, too).
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: byte {error.start:,} is not UTF-8. Fetch it again.") from None
+    return [line.removesuffix("\r").split("\t") for line in text.rstrip("\r\n").split("\n")]
+
+
+def header_lines(task: str, name: str) -> int:
+    return 0 if task == "CoLA" and name != "test" else 1
+
+
+def read_glue(folder: Path, task: str, name: str) -> tuple[list[Example], list[str]]:
+    """The examples of folder/task/name.tsv, and a line about each row that cannot be read.
+
+    A bad row is left out of train. Elsewhere it stays, without text and label, so that the
+    predictions keep their places.
+    """
+    path, facts = folder / task / f"{name}.tsv", GLUE[task]
+    rows = read_rows(path)
+    width = statistics.mode(map(len, rows))
+    labelled = name.startswith(("train", "dev"))
+    columns = facts.texts if labelled else facts.test_texts
+    if max(*columns, facts.label if labelled else 0) >= width:
+        raise InputError(f"{path}: {width} columns are too few. Is it a file of {task}?")
+    examples, problems = [], []
+    first = header_lines(task, name)
+    for number, row in enumerate(rows[first:], first + 1):
+        try:
+            if len(row) != width:
+                raise ValueError(f"{len(row)} columns instead of {width}")
+            texts = tuple(row[column] for column in columns)
+            if not all(text.strip() for text in texts):
+                raise ValueError("an empty text")
+            label = parse_label(row[facts.label], facts.labels) if labelled else math.nan
+            examples.append(Example(texts, label))
+        except ValueError as error:
+            problems.append(f"{path}, line {number}: {error}")
+            if name != "train":
+                examples.append(Example(("",) * len(columns), math.nan))
+    if len(problems) == len(rows) - first:
+        raise InputError(f"{path}: no row can be read ({problems[0]}). Is it a file of {task}?")
+    return examples, problems
+
+
+def parse_label(cell: str, labels: tuple[str, ...]) -> float:
+    """Number of the class, or the score where a task has no classes; ValueError for neither."""
+    if cell in labels:
+        return float(labels.index(cell))
+    if labels or not 0 <= float(cell) <= 5:
+        raise ValueError(f"label {cell!r:.40} is not {' or '.join(labels) or 'from 0 to 5'}")
+    return float(cell)
+
+
+def download(url: str, path: Path) -> None:
+    """Fetch a file, going on where an earlier try was cut; it is whole or not there."""
+    part = path.with_name(path.name + ".part")
+    for _ in range(5):
+        have = part.stat().st_size if part.exists() else 0
+        request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                have = have if response.status == 206 else 0  # else it is sent from the start
+                total = have + int(response.headers.get("Content-Length", 0))
+                with (
+                    part.open("ab" if have else "wb") as file,
+                    tqdm(desc=path.name, total=total or None, initial=have, unit="B",
+                         unit_scale=True, disable=None) as progress,
+                ):  # fmt: skip
+                    while block := response.read(1 << 16):
+                        progress.update(file.write(block))
+            if part.stat().st_size >= total:
+                os.replace(part, path)
+                return
+        except urllib.error.HTTPError as error:
+            if error.code != 416:  # "nothing behind these bytes": not ours, or of an older file
+                raise InputError(f"{url}: {error.code} {error.reason}.") from None
+            part.unlink()
+        except (OSError, http.client.HTTPException):
+            continue  # cut, or no network: try again
+    have = part.stat().st_size if part.exists() else 0
+    raise InputError(f"{url}: no connection, or cut after {have:,} bytes. Try again: it goes on.")
+
+
+def put(path: Path, content: bytes) -> None:
+    """Write a file of GLUE; another one that is there already is kept as <name>.old."""
+    if path.exists() and path.read_bytes() != content:
+        os.replace(path, path.with_name(path.name + ".old"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, content)
+
+
+def unpack(archive: Path, folder: Path, task: str) -> None:
+    """Take the task's files, and nothing else, out of an archive, whatever its paths say."""
+    try:
+        with zipfile.ZipFile(archive) as zipped:
+            members = zipped.namelist()
+            for name in GLUE[task].rows:
+                if f"{task}/{name}.tsv" not in members:
+                    raise InputError(
+                        f"{archive}: no {task}/{name}.tsv in it, but {', '.join(members[:3])}."
+                    )
+            for name in GLUE[task].rows:
+                put(folder / task / f"{name}.tsv", zipped.read(f"{task}/{name}.tsv"))
+    except (zipfile.BadZipFile, zlib.error, EOFError):
+        start = archive.read_bytes()[:40]
+        raise InputError(f"{archive}: no whole zip archive, it begins {start!r}.") from None
+
+
+def build_mrpc(train: Path, test: Path, dev_ids: Path, folder: Path) -> None:
+    """MRPC as GLUE has it: the pairs whose ids are listed become dev, the others stay in train."""
+
+    def lines(path: Path) -> list[bytes]:
+        return [line.removesuffix(b"\r") for line in path.read_bytes().rstrip().split(b"\n")]
+
+    held_out = set(lines(dev_ids))
+    header, *pairs = lines(train)
+    files: dict[str, list[bytes]] = {"train": [header], "dev": [header]}
+    for pair in pairs:
+        name = "dev" if b"\t".join(pair.split(b"\t")[1:3]) in held_out else "train"
+        files[name].append(pair)
+    files["test"] = [b"index\t#1 ID\t#2 ID\t#1 String\t#2 String"]
+    for index, pair in enumerate(lines(test)[1:]):
+        files["test"].append(b"%d\t%s" % (index, pair.partition(b"\t")[2]))
+    for name, rows in files.items():
+        put(folder / "MRPC" / f"{name}.tsv", b"\n".join(rows) + b"\n")
+
+
+def check_glue(folder: Path, task: str) -> dict[str, str]:
+    """What is wrong with each file of a task; an empty string where it is whole."""
+    problems = {}
+    for name, official in GLUE[task].rows.items():
+        path = folder / task / f"{name}.tsv"
+        problems[name] = "missing"
+        if path.is_file():
+            rows = len(read_rows(path)) - header_lines(task, name)
+            whole = rows == official
+            problems[name] = "" if whole else f"{rows:,} rows, the official file has {official:,}"
+    return problems
+
+
+def fetch_glue(folder: Path, task: str) -> None:
+    """Download a task and write its files in the official layout."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fetched = [folder / url.rpartition("/")[2] for url in GLUE[task].sources]
+    for url, path in zip(GLUE[task].sources, fetched, strict=True):
+        if not path.exists():
+            print(f"fetching {url}", flush=True)
+            download(url, path)
+    try:
+        if task == "MRPC":
+            build_mrpc(*fetched, folder)
+        elif task == "diagnostic":
+            put(folder / task / "diagnostic.tsv", fetched[0].read_bytes())
+        else:
+            unpack(fetched[0], folder, task)
+    finally:  # unpacked, or of no use
+        for path in fetched:
+            path.unlink()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Download GLUE, and check that it is whole.")
+    parser.add_argument("what", choices=["glue"])
+    parser.add_argument("--dir", default="glue", help="folder for <TASK>/*.tsv")
+    parser.add_argument("--tasks", nargs="+", choices=GLUE, default=list(GLUE), metavar="TASK",
+                        help=f"some of {', '.join(GLUE)} (default: all)")  # fmt: skip
+    options = parser.parse_args(arguments)
+    folder, failed = Path(options.dir), False
+    for task in options.tasks:
+        try:
+            if any(check_glue(folder, task).values()):
+                fetch_glue(folder, task)
+        except (InputError, OSError) as error:
+            print(f"data.py: {error}", file=sys.stderr)
+        for name, problem in check_glue(folder, task).items():
+            print(f"{folder / task / name}.tsv: {problem or 'whole'}", flush=True)
+            failed = failed or bool(problem)
+    return 2 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -134,12 +134,8 @@ LARGE_MODEL = ElectraConfig(
     mask_prob=0.25
 )  # fmt: skip
 LARGE_RECIPE = replace(BASE_RECIPE, size="large", batch_size=2048, steps=400_000)
-SIZES: dict[str, tuple[ElectraConfig, RunConfig]] = {
-    "tiny": (TINY_MODEL, TINY_RECIPE),
-    "small": (ElectraConfig(), RunConfig()),
-    "base": (BASE_MODEL, BASE_RECIPE),
-    "large": (LARGE_MODEL, LARGE_RECIPE),
-}
+SIZES = {"tiny": (TINY_MODEL, TINY_RECIPE), "small": (ElectraConfig(), RunConfig())}
+SIZES |= {"base": (BASE_MODEL, BASE_RECIPE), "large": (LARGE_MODEL, LARGE_RECIPE)}
 # The built-in corpus is small and plain: fewer words, layers and minutes show it learning.
 DEMO: dict[str, Any] = {"vocab_size": 2048, "num_layers": 2, "learning_rate": 2e-3}
 DEMO |= {"warmup_steps": 200, "steps": 2000, "eval_every": 500}
@@ -342,8 +338,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 def sinusoids(config: ElectraConfig) -> Tensor:
     """Position embeddings (max_positions, E) of wavelengths 2.5 to 250, to learn on from there.
 
-    One rotation leads from every position to its neighbour, so that attention to the neighbour is
-    learned once for all. Random positions stay much longer at what counting words can tell.
+    One rotation leads from each position to the next: attention to neighbours is learned once.
     """
     frequency = 2 * math.pi / 2.5 * 100 ** -torch.linspace(0, 1, config.embedding_size // 2)
     angle = torch.arange(config.max_positions)[:, None] * frequency
@@ -372,9 +367,8 @@ class Electra(nn.Module):
             embeddings.position.weight.data = sinusoids(config)
 
     def initialize(self, module: nn.Module) -> None:
-        std = (
-            self.config.embedding_std if isinstance(module, nn.Embedding) else self.config.init_std
-        )
+        embedding = isinstance(module, nn.Embedding)
+        std = self.config.embedding_std if embedding else self.config.init_std
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.trunc_normal_(module.weight, std=std, a=-2 * std, b=2 * std)
         if isinstance(module, nn.Linear):
@@ -427,13 +421,16 @@ def learning_rate(step: int, run: RunConfig) -> float:
 
 
 # ---- 6. Evaluation on held-out text. -----------------------------------------------------------
+def mean_ranks(x: np.ndarray) -> np.ndarray:
+    """Ranks from 1; equal numbers share the mean of theirs."""
+    _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+
+
 def area_under_curve(scores: np.ndarray, labels: np.ndarray) -> float:
     """Chance that a replaced token scores above an original one; ties, and no pairs, count half."""
-    positives = int(labels.sum())
-    pairs = positives * (len(labels) - positives)
-    _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = np.cumsum(counts) - (counts - 1) / 2  # mean rank of each distinct score, from 1
-    above = ranks[inverse[labels]].sum() - positives * (positives + 1) / 2
+    n = int(labels.sum())  # replaced tokens
+    pairs, above = n * (len(labels) - n), mean_ranks(scores)[labels].sum() - n * (n + 1) / 2
     return float(above / pairs) if pairs else 0.5
 
 
@@ -505,6 +502,18 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001, torch raises many kinds for a damaged file
         raise data.InputError(f"{path}: damaged ({str(error)!r:.60}). Move it away.") from None
+
+
+def load_run(out: Path) -> tuple[Electra, Any, dict[str, Any]]:
+    """Model, tokenizer and settings of a run; settings["step"] says how far it was trained."""
+    if not (out / "checkpoint.pt").exists():
+        raise data.InputError(f"{out}: no trained model. Train one: python electra.py --out {out}")
+    settings = json.loads((out / "config.json").read_text())
+    model = Electra(ElectraConfig(**{f.name: settings[f.name] for f in fields(ElectraConfig)}))
+    state = load_checkpoint(out / "checkpoint.pt")
+    model.load_state_dict(state["model"])
+    tokenizer = data.load_tokenizer(out / "tokenizer.json")
+    return model.eval(), tokenizer, settings | {"step": state["step"]}
 
 
 # ---- 8. The training loop. ---------------------------------------------------------------------
@@ -658,7 +667,6 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
                 bar.write(show_lesson(model, tokenizer, lesson))
             row += [""] * (len(data.METRICS) - len(row))
             metrics.write(",".join(x if x == "" else f"{x:.10g}" for x in row) + "\n")
-            metrics.flush()
         if save:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             state |= {"scaler": scaler.state_dict(), "recent": recent, "step": step}
@@ -667,8 +675,8 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
         clock = time.perf_counter()
     bar.close()
     metrics.close()
-    more = "--steps asks for more, --detect tries it out"
-    more = more if step == run.steps else "the same command goes on from there"
+    finished = "--steps asks for more, --detect tries it out"
+    more = finished if step == run.steps else "the same command goes on from there"
     print(f"{out}: {step:,} of {run.steps:,} steps are done; {more}.")
 
 
@@ -676,28 +684,20 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
 @torch.no_grad()
 def detect(out: Path, text: str) -> None:
     """Print every token of the text with the probability that it is a replacement."""
-    if not (out / "checkpoint.pt").exists():
-        raise data.InputError(f"{out}: no trained model. Train one first, or name it with --out.")
-    settings = json.loads((out / "config.json").read_text())
-    config = ElectraConfig(**{f.name: settings[f.name] for f in fields(ElectraConfig)})
-    model = Electra(config).eval()
-    model.load_state_dict(load_checkpoint(out / "checkpoint.pt")["model"])
-    tokenizer = data.load_tokenizer(out / "tokenizer.json")
+    model, tokenizer, settings = load_run(out)
     room = settings["length"] - 2  # what it was trained on: positions behind that know nothing
     for line in sys.stdin if text == "-" else [text]:
         ids = tokenizer.encode(line, add_special_tokens=False).ids
         for part in (ids[i : i + room] for i in range(0, len(ids), room)):
-            scores = model.discriminator(torch.tensor([[config.cls_id, *part, config.sep_id]]))
-            chances = scores[0, 1:-1].sigmoid()
+            sentence = torch.tensor([[model.config.cls_id, *part, model.config.sep_id]])
+            chances = model.discriminator(sentence)[0, 1:-1].sigmoid()
             rows = [("token", part, (chances > 0.5).tolist())]
             print(data.show_tokens(tokenizer, rows, chances.tolist()))
 
 
 def parse_arguments(arguments: list[str] | None) -> tuple[ElectraConfig, RunConfig, str | None]:
     """The size's model and recipe, with what the command line says instead."""
-    about = (
-        "Pre-train ELECTRA on a text. What is not given comes from the size: SIZES in electra.py."
-    )
+    about = "Pre-train ELECTRA. What is not given comes from the size: see SIZES in electra.py."
     parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
     parser.add_argument("--detect", metavar="TEXT", help="show what looks replaced; - reads stdin")
     for f in fields(RunConfig) + fields(ElectraConfig):

@@ -2,27 +2,34 @@
 
 import csv
 import dataclasses
+import http.server
+import io
 import json
 import math
 import os
 import re
+import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from scipy.stats import chisquare
-from sklearn.metrics import roc_auc_score
+from scipy.stats import chisquare, pearsonr, spearmanr
+from sklearn.metrics import f1_score, matthews_corrcoef, roc_auc_score
 from torch import Tensor
 from transformers import ElectraConfig as HFConfig
 from transformers import ElectraForMaskedLM, ElectraForPreTraining
 
 import data
 import electra
+import train_glue
 from electra import SIZES, Electra, ElectraConfig, RunConfig, gumbel_sample, mask_tokens
 
 PAD, UNK, CLS, SEP, MASK = range(5)
@@ -338,6 +345,15 @@ def test_labels_are_exactly_corrupted_unequal_original_on_the_chosen_positions()
     assert torch.equal(out.labels, chosen & (ids != 42))
     assert torch.equal(out.corrupted_ids, torch.where(chosen, 42, ids))
     assert (chosen & (ids == 42)).any()
+
+
+def test_the_discriminator_reads_the_corrupted_input() -> None:
+    ids, mask = padded(sentences(4, 40), [40, 30, 20, 10])
+    types = (torch.arange(40) > 8).long().expand(4, 40)
+    net = model()
+    out = net(ids, mask, types)
+    expected = net.discriminator(out.corrupted_ids, mask, types)
+    assert torch.equal(out.discriminator_logits, expected)
 
 
 def test_corrupted_input_holds_the_original_where_nothing_was_chosen_and_no_mask() -> None:
@@ -946,3 +962,670 @@ def test_a_damaged_checkpoint_is_named_and_never_executed(finished: Path, tmp_pa
         with pytest.raises(data.InputError, match=f"{name}: damaged"):
             electra.load_checkpoint(tmp_path / name)
     assert not Path("exploded").exists()
+
+
+# ---------------------------------------------------------------------------- data.py: GLUE's files
+
+# Columns of texts and label in train and dev, columns of the texts in test, as the task's authors
+# laid them out; and how many columns train, dev and test have.
+LAYOUTS = {
+    "CoLA": ((3,), 1, (1,), (4, 4, 2)),
+    "SST-2": ((0,), 1, (1,), (2, 2, 2)),
+    "MRPC": ((3, 4), 0, (3, 4), (5, 5, 5)),
+    "STS-B": ((7, 8), 9, (7, 8), (10, 10, 9)),
+    "QQP": ((3, 4), 5, (1, 2), (6, 6, 3)),
+    "MNLI": ((8, 9), -1, (8, 9), (12, 16, 10)),
+    "QNLI": ((1, 2), 3, (1, 2), (4, 4, 3)),
+    "RTE": ((1, 2), 3, (1, 2), (4, 4, 3)),
+    "WNLI": ((1, 2), 3, (1, 2), (4, 4, 3)),
+}
+LABELS = {
+    "STS-B": ["2.500", "0.000", "5.000"],
+    "MNLI": ["neutral", "contradiction", "entailment"],
+    "QNLI": ["not_entailment", "entailment", "not_entailment"],
+    "RTE": ["not_entailment", "entailment", "not_entailment"],
+}
+NUMBERS = {"STS-B": [2.5, 0.0, 5.0], "MNLI": [2, 0, 1]}
+
+
+def write_tsv(path: Path, rows: list[list[str]], end: str = "\n") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes("".join("\t".join(row) + end for row in rows).encode())
+
+
+def write_glue_file(
+    folder: Path, task: str, file: str, texts: list[tuple[str, ...]], labels: list[str]
+) -> None:
+    """A file of the task in its official layout, the other columns filled with x."""
+    columns, label, test_columns, widths = LAYOUTS[task]
+    split = file.split("_")[0]
+    width = widths[("train", "dev", "test").index(split)]
+    rows = [] if task == "CoLA" and split != "test" else [[f"head{i}" for i in range(width)]]
+    for row_texts, row_label in zip(texts, labels, strict=True):
+        row = ["x"] * width
+        for column, text in zip(
+            test_columns if split == "test" else columns, row_texts, strict=True
+        ):
+            row[column] = text
+        if split != "test":
+            row[label] = row_label
+        rows.append(row)
+    write_tsv(folder / task / f"{file}.tsv", rows)
+
+
+@pytest.mark.parametrize("task", LAYOUTS)
+def test_texts_and_labels_are_found_in_every_file_of_a_task(task: str, tmp_path: Path) -> None:
+    columns = len(LAYOUTS[task][0])
+    texts = [tuple(f"text {i} {k}" for k in range(columns)) for i in range(3)]
+    for file in data.GLUE[task].rows:
+        write_glue_file(tmp_path, task, file, texts, LABELS.get(task, ["1", "0", "1"]))
+        examples, problems = data.read_glue(tmp_path, task, file)
+        assert [example.texts for example in examples] == texts
+        assert not problems
+        if file.startswith("test"):
+            assert all(math.isnan(example.label) for example in examples)
+        else:
+            assert [example.label for example in examples] == NUMBERS.get(task, [1, 0, 1])
+
+
+def test_quotes_and_unicode_line_separators_stay_inside_their_field(tmp_path: Path) -> None:
+    texts = [('"', 'he said "no'), ("a\u0085b", "c\u2028d\x1ce"), ("\ufeffq", "\u00a0'")]
+    write_glue_file(tmp_path, "RTE", "train", texts, ["entailment"] * 3)
+    examples, problems = data.read_glue(tmp_path, "RTE", "train")
+    assert [example.texts for example in examples] == texts
+    assert not problems
+
+
+@pytest.mark.parametrize("variant", ["byte-order mark", "CRLF", "no final newline", "blank end"])
+def test_ends_and_beginnings_of_files_change_nothing(variant: str, tmp_path: Path) -> None:
+    write_glue_file(tmp_path, "MRPC", "dev", [("a", "b"), ("c", "d")], ["1", "0"])
+    path = tmp_path / "MRPC" / "dev.tsv"
+    content = path.read_bytes()
+    path.write_bytes(
+        {
+            "byte-order mark": b"\xef\xbb\xbf" + content,
+            "CRLF": content.replace(b"\n", b"\r\n"),
+            "no final newline": content.rstrip(b"\n"),
+            "blank end": content + b"\n",
+        }[variant]
+    )
+    examples, problems = data.read_glue(tmp_path, "MRPC", "dev")
+    assert examples == [(("a", "b"), 1.0), (("c", "d"), 0.0)]
+    assert not problems
+    assert data.read_rows(path)[0][0] == "head0"
+
+
+def bad_qqp_rows(path: Path) -> None:
+    """Eight rows: a cut one, an empty question and a foreign label among good ones."""
+    good = ["1", "2", "3", "how?", "why?", "1"]
+    bad = [["4", "5", "6", "a line that"], ["broke", "1"], [*good[:4], " ", "0"], [*good[:5], "2"]]
+    write_tsv(path, [["head"] * 6, good, *bad[:2], good, *bad[2:], good, good])
+
+
+def test_bad_training_rows_are_left_out_and_named_by_line(tmp_path: Path) -> None:
+    bad_qqp_rows(tmp_path / "QQP" / "train.tsv")
+    examples, problems = data.read_glue(tmp_path, "QQP", "train")
+    assert examples == [(("how?", "why?"), 1.0)] * 4
+    assert [re.search(r"line (\d+)", problem)[1] for problem in problems] == ["3", "4", "6", "7"]
+    assert "4 columns instead of 6" in problems[0]
+    assert "an empty text" in problems[2]
+    assert "label '2'" in problems[3]
+
+
+def test_bad_dev_rows_keep_their_place(tmp_path: Path) -> None:
+    bad_qqp_rows(tmp_path / "QQP" / "dev.tsv")
+    examples, problems = data.read_glue(tmp_path, "QQP", "dev")
+    assert len(examples) == 8
+    assert len(problems) == 4
+    assert [math.isnan(e.label) for e in examples] == [0, 1, 1, 0, 1, 1, 0, 0]
+
+
+def test_a_file_of_another_task_is_refused(tmp_path: Path) -> None:
+    write_glue_file(tmp_path, "CoLA", "test", [("a",)], [""])
+    (tmp_path / "RTE").mkdir()
+    (tmp_path / "CoLA" / "test.tsv").rename(tmp_path / "RTE" / "train.tsv")
+    with pytest.raises(data.InputError, match="Is it a file of RTE"):
+        data.read_glue(tmp_path, "RTE", "train")
+
+
+REAL_GLUE = Path(__file__).resolve().parent.parent / "shared" / "data" / "glue"
+
+
+@pytest.mark.skipif(not REAL_GLUE.exists(), reason="needs the real GLUE files beside the project")
+def test_every_row_of_the_real_files_is_read() -> None:
+    partial = {"QQP/train", "QQP/dev", "MNLI/train", "QNLI/train"}
+    for task, facts in data.GLUE.items():
+        for file, rows in facts.rows.items():
+            if (REAL_GLUE / task / f"{file}.tsv").exists():
+                examples, problems = data.read_glue(REAL_GLUE, task, file)
+                assert not problems
+                assert len(examples) == rows or f"{task}/{file}" in partial
+
+
+# ---------------------------------------------------------------------------- data.py: downloads
+
+
+class Server:
+    """GLUE's site on this machine: `files` by path, and moods it may have for a path."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.cut: dict[str, int] = {}  # connections that break after half of what was asked for
+        self.requests: list[tuple[str, str | None]] = []  # path and Range
+        server = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                asked = self.headers.get("Range")
+                server.requests.append((self.path, asked))
+                if self.path not in server.files:
+                    return self.send_error(404)
+                content = server.files[self.path]
+                start = int(asked.removeprefix("bytes=").rstrip("-")) if asked else 0
+                if start and start >= len(content):
+                    return self.send_error(416)
+                self.send_response(206 if start else 200)
+                self.send_header("Content-Length", str(len(content) - start))
+                self.end_headers()
+                content = content[start:]
+                if server.cut.get(self.path, 0) > 0:
+                    server.cut[self.path] -= 1
+                    content = content[: len(content) // 2]
+                self.wfile.write(content)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+
+def archive(members: dict[str, bytes]) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as zipped:
+        for name, member in members.items():
+            zipped.writestr(name, member)
+    return content.getvalue()
+
+
+COLA = {
+    "CoLA/train.tsv": b"x\t1\t\tone\nx\t0\t*\ttwo\nx\t1\t\tthree\n",
+    "CoLA/dev.tsv": b"x\t1\t\tfour\nx\t0\t*\tfive",
+    "CoLA/test.tsv": b"index\tsentence\n0\tsix\n",
+}
+RTE = {f"RTE/{file}.tsv": b"index\tsentence1\tsentence2\n" for file in ("train", "dev", "test")}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A site with a CoLA of 3, 2 and 1 rows; data.py's table points there."""
+    server = Server()
+    site = f"http://127.0.0.1:{server.http.server_port}/"
+    rows = {"CoLA": data.splits(3, 2, 1), "MRPC": data.splits(2, 1, 2)}
+    for task, facts in list(data.GLUE.items()):
+        sources = tuple(site + source.rpartition("/")[2] for source in facts.sources)
+        moved = facts._replace(sources=sources, rows=rows.get(task, facts.rows))
+        monkeypatch.setitem(data.GLUE, task, moved)
+    server.files["/CoLA.zip"] = archive(COLA | {"CoLA/original/raw.tsv": b"", "../evil": b"x"})
+    yield server
+    server.http.shutdown()
+    server.http.server_close()
+
+
+def fetch(folder: Path, *tasks: str) -> int:
+    return data.main(["glue", "--dir", str(folder / "glue"), "--tasks", *tasks])
+
+
+def test_glue_is_fetched_checked_and_not_fetched_again(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert fetch(tmp_path, "CoLA") == 0
+    assert "train.tsv: whole" in capsys.readouterr().out
+    for name, content in COLA.items():
+        assert (tmp_path / "glue" / name).read_bytes() == content
+    requests = len(server.requests)
+    assert fetch(tmp_path, "CoLA") == 0
+    assert len(server.requests) == requests
+
+
+def test_an_archive_writes_nothing_but_the_tasks_files(server: Server, tmp_path: Path) -> None:
+    fetch(tmp_path, "CoLA")
+    files = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
+    assert files == {f"glue/{name}" for name in COLA}
+
+
+def test_files_put_there_by_hand_are_as_good_as_downloaded_ones(
+    server: Server, tmp_path: Path
+) -> None:
+    for name, content in COLA.items():
+        (tmp_path / "glue" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "glue" / name).write_bytes(content)
+    assert fetch(tmp_path, "CoLA") == 0
+    assert server.requests == []
+
+
+def test_a_download_goes_on_where_the_connection_was_cut(server: Server, tmp_path: Path) -> None:
+    server.cut["/CoLA.zip"] = 2
+    assert fetch(tmp_path, "CoLA") == 0
+    half = len(server.files["/CoLA.zip"]) // 2
+    assert [asked for _, asked in server.requests][:2] == [None, f"bytes={half}-"]
+    assert len(server.requests) == 3
+
+
+def test_a_download_that_is_cut_again_and_again_goes_on_with_the_next_command(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    server.cut["/CoLA.zip"] = 5
+    assert fetch(tmp_path, "CoLA") == 2
+    assert "cut after" in capsys.readouterr().err
+    assert fetch(tmp_path, "CoLA") == 0
+    assert server.requests[-1][1] is not None
+
+
+@pytest.mark.parametrize(
+    ("mood", "message"),
+    [
+        ("missing", "404"),
+        ("truncated", "no whole zip archive"),
+        ("HTML page", "it begins b'<!DOCTYPE html>"),
+        ("swapped", "no CoLA/train.tsv in it, but RTE/train.tsv"),
+    ],
+)
+def test_a_bad_archive_is_named_and_the_next_task_goes_on(
+    mood: str, message: str, server: Server, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    good = server.files["/CoLA.zip"]
+    bad = {
+        "truncated": good[:-30],
+        "HTML page": b"<!DOCTYPE html><p>Sorry",
+        "swapped": archive(RTE),
+    }
+    server.files["/CoLA.zip"] = bad.get(mood, b"")
+    if mood == "missing":
+        del server.files["/CoLA.zip"]
+    server.files["/AX.tsv"] = b"index\ta\tb\n" + b"0\tc\td\n" * 1104
+    assert fetch(tmp_path, "CoLA", "diagnostic") == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert len(printed.err.splitlines()) == 1
+    assert "CoLA/train.tsv: missing" in printed.out
+    assert "diagnostic.tsv: whole" in printed.out
+    server.files["/CoLA.zip"] = good
+    assert fetch(tmp_path, "CoLA") == 0
+
+
+def test_a_partial_file_is_replaced_but_kept(server: Server, tmp_path: Path) -> None:
+    mine = tmp_path / "glue" / "CoLA" / "train.tsv"
+    mine.parent.mkdir(parents=True)
+    mine.write_bytes(b"x\t1\t\tmine\n")
+    assert fetch(tmp_path, "CoLA") == 0
+    assert mine.read_bytes() == COLA["CoLA/train.tsv"]
+    assert mine.with_name("train.tsv.old").read_bytes() == b"x\t1\t\tmine\n"
+
+
+def test_mrpc_is_built_from_its_pairs_and_the_list_of_dev_ids(
+    server: Server, tmp_path: Path
+) -> None:
+    head = b"\xef\xbb\xbfQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n"
+    pairs = [b'1\t10\t11\tA " a\tB b', b"0\t12\t13\tC\tD", b"1\t14\t15\tE\tF"]
+    server.files["/msr_paraphrase_train.txt"] = head + b"".join(p + b"\r\n" for p in pairs)
+    server.files["/msr_paraphrase_test.txt"] = head + b"".join(p + b"\r\n" for p in pairs[:2])
+    server.files["/mrpc_dev_ids.tsv"] = b"12\t13\n"
+    assert fetch(tmp_path, "MRPC") == 0
+    folder, header = tmp_path / "glue" / "MRPC", head.replace(b"\r", b"")
+    assert (folder / "train.tsv").read_bytes() == header + pairs[0] + b"\n" + pairs[2] + b"\n"
+    assert (folder / "dev.tsv").read_bytes() == header + pairs[1] + b"\n"
+    test = b'index\t#1 ID\t#2 ID\t#1 String\t#2 String\n0\t10\t11\tA " a\tB b\n1\t12\t13\tC\tD\n'
+    assert (folder / "test.tsv").read_bytes() == test
+
+
+@pytest.mark.skipif(not REAL_GLUE.exists(), reason="needs the real GLUE files beside the project")
+def test_the_real_mrpc_files_are_reproduced_byte_for_byte(tmp_path: Path) -> None:
+    real = {
+        file: (REAL_GLUE / "MRPC" / f"{file}.tsv").read_bytes() for file in data.splits(0, 0, 0)
+    }
+    header, *train = real["train"].split(b"\n")[:-1]
+    pairs = [*train, *real["dev"].split(b"\n")[1:-1]]
+    test = [b"0" + row[row.index(b"\t") :] for row in real["test"].split(b"\n")[:-1]]
+    (tmp_path / "train.txt").write_bytes(b"\n".join([header, *pairs]))
+    (tmp_path / "test.txt").write_bytes(b"\n".join(test))
+    ids = REAL_GLUE / "MRPC" / "dev_ids.tsv"
+    data.build_mrpc(tmp_path / "train.txt", tmp_path / "test.txt", ids, tmp_path)
+    for file, content in real.items():
+        assert (tmp_path / "MRPC" / f"{file}.tsv").read_bytes() == content
+
+
+# ---------------------------------------------------------------------------- train_glue.py
+
+TWO_CLASSES = np.array([[0, 1, 1, 0, 1, 1, 0], [0, 1, 0, 0, 1, 1, 1]])
+
+
+def test_classification_metrics_equal_scikit_learn() -> None:
+    predicted, true = TWO_CLASSES
+    assert math.isclose(train_glue.pearson(predicted, true), matthews_corrcoef(true, predicted))
+    assert math.isclose(train_glue.f1(predicted, true), f1_score(true, predicted))
+    assert train_glue.accuracy(predicted, true) == 5 / 7
+
+
+def test_correlations_equal_scipy_also_with_ties() -> None:
+    generator = np.random.default_rng(0)
+    predicted, true = generator.normal(size=50).round(1), generator.integers(0, 6, 50) / 1.0
+    assert math.isclose(train_glue.pearson(predicted, true), pearsonr(predicted, true)[0])
+    assert math.isclose(train_glue.spearman(predicted, true), spearmanr(predicted, true)[0])
+
+
+@pytest.mark.parametrize("task", train_glue.METRICS)
+def test_constant_predictions_and_labels_give_numbers(task: str) -> None:
+    for metric in train_glue.METRICS[task].values():
+        for predicted, true in [(np.zeros(4), np.zeros(4)), (np.zeros(4), np.arange(4.0) % 2)]:
+            value = metric(predicted, true)
+            assert 0 <= value <= 1
+            if metric is not train_glue.accuracy:
+                assert value == 0
+
+
+def test_examples_without_a_label_are_not_scored() -> None:
+    true = np.array([1.0, np.nan, 0.0, 0.0])
+    measured = train_glue.score("SST-2", "dev", np.array([1, 1, 0, 1]), true)
+    assert math.isclose(measured["accuracy"], 100 * 2 / 3)
+
+
+def test_mnli_is_scored_on_both_dev_sets_by_name() -> None:
+    same = np.array([0.0, 1.0, 2.0])
+    assert train_glue.score("MNLI", "dev_matched", same, same) == {"accuracy matched": 100}
+    assert train_glue.score("MNLI", "dev_mismatched", same, same) == {"accuracy mismatched": 100}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "room", "kept"),
+    [
+        (200, 20, 125, (105, 20)),
+        (100, 100, 125, (63, 62)),
+        (20, 200, 125, (20, 105)),
+        (5, 6, 125, (5, 6)),
+        (200, 0, 126, (126, 0)),
+    ],
+)
+def test_truncation_shortens_the_longer_text(
+    a: int, b: int, room: int, kept: tuple[int, int]
+) -> None:
+    assert train_glue.truncate(a, b, room) == kept
+
+
+@pytest.fixture(scope="module")
+def word_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> data.Tokenizer:
+    """Words a to z are ids 5 to 30."""
+    path = tmp_path_factory.mktemp("vocabulary") / "vocab.txt"
+    path.write_text("\n".join([*data.SPECIAL_TOKENS, *"abcdefghijklmnopqrstuvwxyz"]) + "\n")
+    return data.load_tokenizer(path)
+
+
+def test_one_text_and_two_texts_become_ids_with_token_types(
+    word_tokenizer: data.Tokenizer,
+) -> None:
+    pair = data.Example(("a b", "c"), 1.0)
+    for example, ids, types in (
+        (pair, [CLS, 5, 6, SEP, 7, SEP], [0, 0, 0, 0, 1, 1]),
+        (data.Example(("a b",), 0.0), [CLS, 5, 6, SEP], [0, 0, 0, 0]),
+        (data.Example(("", ""), math.nan), [CLS, SEP, SEP], [0, 0, 1]),
+    ):
+        encoded = train_glue.encode([example, pair], word_tokenizer, 128)
+        batch = train_glue.collate(encoded, np.array([0]), torch.device("cpu"))
+        assert [x.tolist() for x in batch] == [[ids], [[1] * len(ids)], [types]]
+
+
+def test_long_pairs_are_cut_to_the_length(word_tokenizer: data.Tokenizer) -> None:
+    example = data.Example(("a " * 100, "b " * 100), 0.0)
+    encoded = train_glue.encode([example], word_tokenizer, 128)
+    assert encoded.ids[0].tolist() == [CLS, *[5] * 63, SEP, *[6] * 62, SEP]
+
+
+def random_pairs(count: int, tokenizer: data.Tokenizer) -> train_glue.Encoded:
+    """Pairs of 1 to 20 random words; the label is their number."""
+    generator = np.random.default_rng(1)
+
+    def words() -> str:
+        return " ".join(generator.choice(list("abcdefghij"), generator.integers(1, 20)))
+
+    examples = [data.Example((words(), words()), float(i)) for i in range(count)]
+    return train_glue.encode(examples, tokenizer, 128)
+
+
+def small_classifier(head: str = "first", classes: int = 3) -> train_glue.Classifier:
+    net = train_glue.Classifier(model().discriminator.encoder, classes, head)
+    return net.eval()
+
+
+@pytest.mark.parametrize("head", ["first", "mean"])
+def test_padding_to_the_longest_row_gives_the_logits_of_padding_to_128(
+    head: str, word_tokenizer: data.Tokenizer
+) -> None:
+    encoded, net = random_pairs(8, word_tokenizer), small_classifier(head)
+    ids, mask, types = train_glue.collate(encoded, np.arange(8), torch.device("cpu"))
+    padded_to_128 = [F.pad(x, (0, 128 - x.shape[1]), value=v) for x, v in ((ids, 7), (mask, 0))]
+    expected = net(*padded_to_128, F.pad(types, (0, 128 - types.shape[1]), value=1))
+    assert torch.allclose(net(ids, mask, types), expected, atol=1e-5)
+
+
+def test_every_example_is_answered_once_and_in_order(word_tokenizer: data.Tokenizer) -> None:
+    encoded, net = random_pairs(300, word_tokenizer), small_classifier(classes=2)
+    predicted = train_glue.predict(net, encoded, "MRPC", "fp32")
+    with torch.no_grad():
+        alone = [train_glue.classify(net, encoded, np.array([i]), "fp32")[0] for i in range(300)]
+    assert predicted.tolist() == [int(logits.argmax()) for logits in alone]
+    assert 0 < predicted.mean() < 1
+
+
+def test_scores_are_answered_from_0_to_5(word_tokenizer: data.Tokenizer) -> None:
+    encoded, net = random_pairs(200, word_tokenizer), small_classifier(classes=1)
+    with torch.no_grad():  # logits spread around 0.5, most of them outside 0 to 1
+        logits = train_glue.classify(net, encoded, np.arange(200), "fp32")
+        net.prediction.weight *= 5 / logits.std()
+        net.prediction.bias += 0.5 - 5 * logits.mean() / logits.std()
+    predicted = train_glue.predict(net, encoded, "STS-B", "fp32")
+    assert predicted.min() == 0
+    assert predicted.max() == 5
+    assert ((predicted > 0) & (predicted < 5)).any()
+
+
+def test_training_batches_hold_every_example_once_with_little_padding() -> None:
+    lengths = np.random.default_rng(0).integers(5, 60, 1000)
+    batches = train_glue.shuffled_batches(lengths, 32, np.random.default_rng(1))
+    assert sorted(np.concatenate(batches).tolist()) == list(range(1000))
+    assert sorted(map(len, batches)) == [8] + [32] * 31
+    padded_tokens = sum(len(rows) * lengths[rows].max() for rows in batches)
+    assert padded_tokens < 1.1 * lengths.sum()
+    others = train_glue.shuffled_batches(lengths, 32, np.random.default_rng(2))
+    assert any(set(a) != set(b) for a, b in zip(batches, others, strict=True))
+
+
+def test_layers_learn_the_more_slowly_the_lower_they_are() -> None:
+    config = dataclasses.replace(SIZES["small"][0], vocab_size=50)
+    net = train_glue.Classifier(Electra(config).discriminator.encoder, 2, "first")
+    groups = train_glue.layerwise_optimizer(net, 0.8).param_groups
+    factors = [float(f"{group['factor']:.3g}") for group in groups]
+    assert factors[:4] == [1, 0.8, 0.64, 0.512]
+    assert factors[-2:] == [0.0687, 0.0550]
+    assert len(factors) == 14
+    parameters = [id(p) for group in groups for p in group["params"]]
+    assert sorted(parameters) == sorted(id(p) for p in net.parameters())
+    names = {id(p): name for name, p in net.named_parameters()}
+    assert {names[id(p)].split(".")[0] for p in groups[0]["params"]} == {"prediction"}
+    assert {names[id(p)].split(".")[2] for p in groups[1]["params"]} == {"11"}
+    assert all(group["weight_decay"] == 0 for group in groups)
+
+
+def run_glue(folder: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess:
+    command = [sys.executable, str(Path(train_glue.__file__).resolve()), *arguments]
+    return subprocess.run(
+        command, check=False, cwd=folder, input=stdin, capture_output=True, text=True, timeout=240
+    )
+
+
+def separable(task: str, rows: int, seed: int) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Texts, or pairs of them, whose label shows in the last word: number or second."""
+    generator = np.random.default_rng(seed)
+    classes = generator.integers(2, size=rows)
+    texts = []
+    for number in classes:
+        filler = " ".join(generator.choice(["a", "of", "the", "has", "few"], 4))
+        last = f"{filler} {('number', 'second')[number]}"
+        texts.append((last,) if task == "SST-2" else ("document", last))
+    return texts, [data.GLUE[task].labels[number] for number in classes]
+
+
+SWEEP = ["--task", "SST-2,RTE", "--epochs", "4", "--learning_rate", "3e-3", "--precision", "fp32"]
+
+
+@pytest.fixture(scope="module")
+def sweep(finished: Path) -> Path:
+    """A finished sweep over two synthetic tasks, with saved models and a submission."""
+    for task in ("SST-2", "RTE"):
+        for seed, (file, rows) in enumerate((("train", 400), ("dev", 40), ("test", 30))):
+            write_glue_file(finished / "glue", task, file, *separable(task, rows, seed))
+    result = run_glue(finished, *SWEEP, "--seeds", "2", "--predict")
+    assert result.returncode == 0, result.stderr
+    (finished / "glue.txt").write_text(result.stdout)
+    return finished
+
+
+def glue_results(folder: Path) -> list[dict[str, str]]:
+    with (folder / "out" / "glue" / "results.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_separable_task_is_learned_and_the_table_shows_it(sweep: Path) -> None:
+    rows = glue_results(sweep)
+    assert [(row["task"], row["seed"]) for row in rows] == [
+        *[("SST-2", "0"), ("SST-2", "1"), ("RTE", "0"), ("RTE", "1")]
+    ]
+    assert all(float(row["value"]) > 90 for row in rows)
+    printed = (sweep / "glue.txt").read_text()
+    medians = []
+    for task, published in (("SST-2", "88.3"), ("RTE", "68.5")):
+        values = [float(row["value"]) for row in rows if row["task"] == task]
+        mean, spread = statistics.mean(values), statistics.stdev(values)
+        medians.append(statistics.median(values))
+        numbers = [f"{x:.1f}" for x in (medians[-1], mean, spread, max(values))]
+        line = next(line for line in printed.splitlines() if line.startswith(f"{task:8} accuracy"))
+        assert line.split()[2:7] == [*numbers, "2"]
+        assert line.split()[-1] == published
+    assert f"paper's mean, 2 of 8 tasks: {statistics.mean(medians):.2f}" in printed
+
+
+def test_a_finished_sweep_prints_its_table_and_a_longer_one_goes_on(sweep: Path) -> None:
+    before = glue_results(sweep)
+    again = run_glue(sweep, *SWEEP, "--seeds", "2")
+    assert again.stdout[again.stdout.index("task  ") :].splitlines()[1].startswith("SST-2")
+    assert "seed 0" not in again.stdout
+    assert glue_results(sweep) == before
+    longer = run_glue(sweep, *SWEEP, "--seeds", "3")
+    assert re.findall(r"(\S+) seed (\d)", longer.stdout) == [("SST-2", "2"), ("RTE", "2")]
+    assert glue_results(sweep)[:4] == before
+
+
+def test_other_settings_and_random_weights_are_runs_of_their_own(sweep: Path) -> None:
+    before = len(glue_results(sweep))
+    result = run_glue(sweep, *SWEEP[2:], "--task", "RTE", "--model", "none")
+    assert "RTE seed 0" in result.stdout
+    result = run_glue(sweep, *SWEEP[2:], "--task", "RTE", "--head", "mean")
+    assert "RTE seed 0" in result.stdout
+    rows = glue_results(sweep)[before:]
+    assert [(row["origin"], row["head"]) for row in rows] == [
+        *[("none", "first"), ("pre-trained", "mean")]
+    ]
+
+
+def test_a_saved_model_names_its_labels_and_classifies(sweep: Path) -> None:
+    config = json.loads((sweep / "out" / "glue" / "RTE" / "config.json").read_text())
+    assert config["labels"] == ["entailment", "not_entailment"]
+    pairs = "document\tof the few a number\ndocument\ta of the the second\n"
+    result = run_glue(sweep, "--model", "out/glue/RTE", "--classify", "-", stdin=pairs)
+    lines = [line.split("\t") for line in result.stdout.splitlines()]
+    assert [line[0] for line in lines] == ["entailment", "not_entailment"]
+    assert all(float(line[1].rstrip("%")) > 50 for line in lines)
+    one = run_glue(sweep, "--model", "out/glue/SST-2", "--classify", "of the a number")
+    assert one.stdout.startswith("0\t")
+
+
+def test_fine_tuning_can_start_from_a_fine_tuned_model(sweep: Path) -> None:
+    arguments = ["--task", "SST-2", "--epochs", "1", "--init_from", "out/glue/RTE"]
+    result = run_glue(sweep, *arguments, "--learning_rate", "1e-9")
+    assert "SST-2 seed 0" in result.stdout
+    assert glue_results(sweep)[-1]["origin"] == "out/glue/RTE"
+
+
+def test_the_submission_has_eleven_files_with_labels_by_name(sweep: Path) -> None:
+    rows = {"AX": 1104, "CoLA": 1063, "MNLI-m": 9796, "MNLI-mm": 9847, "MRPC": 1725}
+    rows |= {"QNLI": 5463, "QQP": 390965, "RTE": 30, "SST-2": 30, "STS-B": 1379, "WNLI": 146}
+    with zipfile.ZipFile(sweep / "out" / "glue" / "submission.zip") as zipped:
+        files = {name: zipped.read(name).decode().split("\n") for name in zipped.namelist()}
+    assert {name.removesuffix(".tsv"): len(lines) - 2 for name, lines in files.items()} == rows
+    assert all(lines[0] == "index\tprediction" for lines in files.values())
+    expected = separable("RTE", 30, 2)[1]
+    assert files["RTE.tsv"][1:-1] == [f"{i}\t{label}" for i, label in enumerate(expected)]
+    assert files["AX.tsv"][1].split("\t")[1] in data.GLUE["MNLI"].labels
+    assert float(files["STS-B.tsv"][1].split("\t")[1]) >= 0
+
+
+def test_a_saved_model_of_other_settings_is_not_overwritten(sweep: Path) -> None:
+    before = (sweep / "out" / "glue" / "RTE" / "model.pt").read_bytes()
+    result = run_glue(sweep, *SWEEP[2:], "--task", "RTE", "--epochs", "1", "--save", "last")
+    assert result.returncode == 2
+    assert "holds another model (epochs" in result.stderr
+    assert (sweep / "out" / "glue" / "RTE" / "model.pt").read_bytes() == before
+
+
+def test_pairs_of_mrpc_and_sts_b_are_trained_in_both_orders(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, word_tokenizer: data.Tokenizer
+) -> None:
+    seen: list[train_glue.Encoded] = []
+    real_fine_tune = train_glue.fine_tune
+
+    def spy(task: str, train: train_glue.Encoded, *rest: Any) -> train_glue.Classifier:
+        seen.append(train)
+        return real_fine_tune(task, train, *rest)
+
+    monkeypatch.setattr(train_glue, "fine_tune", spy)
+    monkeypatch.chdir(finished)
+    for task in ("MRPC", "STS-B", "QQP"):
+        for file in ("train", "dev"):
+            label = LABELS.get(task, ["1"])[0]
+            write_glue_file(finished / "pairs", task, file, [("of", "the")], [label])
+    arguments = ["--glue", "pairs", "--epochs", "1", "--task"]
+    assert train_glue.main([*arguments, "MRPC,STS-B,QQP"]) == 0
+    assert [len(train.ids) for train in seen] == [2, 2, 1]
+    first, swapped = (ids.tolist() for ids in seen[0].ids)
+    assert first[1] == swapped[3]
+    assert first[3] == swapped[1]
+    assert train_glue.main([*arguments, "MRPC", "--no-double_pairs"]) == 0
+    assert len(seen[-1].ids) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "nowhere"], "nowhere: no trained model"),
+        (["--task", "SST2"], "--task SST2: choose all, or of CoLA, SST-2"),
+        (["--head", "last"], "--head must be first or mean"),
+        (["--task", "CoLA"], "no task can be run"),
+        (["--model", "out", "--classify", "x"], "out: no model.pt"),
+        (["--model", "none", "--init_from", "out/glue/RTE"], "--init_from needs a --model"),
+    ],
+)
+def test_bad_input_to_train_glue_gets_one_line_and_exit_code_2(
+    arguments: list[str], message: str, finished: Path
+) -> None:
+    result = run_glue(finished, *arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_task_without_files_is_left_out_with_a_line_that_says_how_to_get_them(
+    sweep: Path,
+) -> None:
+    result = run_glue(sweep, *SWEEP[2:], "--task", "CoLA,RTE", "--seeds", "2")
+    assert "CoLA is left out" in result.stdout
+    assert "python data.py glue --dir glue --tasks CoLA" in result.stdout
+    assert "RTE      accuracy" in result.stdout

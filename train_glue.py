@@ -1,0 +1,652 @@
+"""Fine-tune ELECTRA on GLUE: nine tasks of understanding English, one table at the end.
+
+    python data.py glue                                       download and check the data
+    python train_glue.py --model out --task all --seeds 5     all tasks, five runs each
+    python train_glue.py --model none --out out               the same model from random weights
+    python train_glue.py --model out/glue/SST-2 --classify "a gorgeous film"
+
+The generator has done its work and is gone. One new linear layer reads the discriminator's vector of
+the first token, [CLS], and says what the task asks for:
+
+    [CLS] a gorgeous film [SEP]                           -> 1, a positive review
+    [CLS] A man sleeps. [SEP] Someone is awake. [SEP]     -> contradiction
+
+Everything is trained together for a few epochs, the lower layers more gently: what they learned in
+pre-training is what all tasks have in common. The recipe is the paper's (appendix B, table 7).
+"""
+
+import argparse
+import copy
+import csv
+import functools
+import io
+import itertools
+import json
+import math
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import data
+from data import GLUE, Example, InputError
+from electra import (
+    DTYPES,
+    Electra,
+    ElectraConfig,
+    Encoder,
+    RunConfig,
+    choose_device,
+    choose_precision,
+    learning_rate,
+    load_checkpoint,
+    load_run,
+    mean_ranks,
+    option,
+    save_checkpoint,
+)
+
+TASKS = [task for task in GLUE if task != "diagnostic"]
+EPOCHS = {"STS-B": 10, "RTE": 10}  # the other tasks: 3
+# Peak learning rate and layer-wise decay (tables 6 and 7 of the paper; tiny is ours).
+RECIPES = {"tiny": (3e-4, 0.8), "small": (3e-4, 0.8), "base": (1e-4, 0.8), "large": (5e-5, 0.9)}
+POOL = 50  # batches that are sorted by length together
+DOUBLED = ("MRPC", "STS-B")  # trained on both orders of a pair, as in the official code
+
+
+@dataclass
+class GlueConfig:
+    """The command line."""
+
+    model: str = option("out", "run folder to start from, or none: random weights")
+    out: str = option("", "run folder of architecture, tokenizer and results (default: --model)")
+    glue: str = option("glue", "folder with <TASK>/*.tsv; see python data.py glue")
+    task: str = option("all", "all, or tasks with commas between them, such as CoLA,RTE")
+    seeds: int = option(1, "runs of each task, with seeds 0, 1, ...")
+    init_from: str = option("", "folder of a fine-tuned model to start from, such as out/glue/MNLI")
+    head: str = option("first", "what the new layer reads: first (token), or the mean of all")
+    learning_rate: float = option(0.0, "peak learning rate (default: by size, 3e-4 for small)")
+    layer_decay: float = option(0.0, "factor from each layer to the one below (default: by size)")
+    epochs: int = option(0, "epochs (default: 10 for STS-B and RTE, 3 for the others)")
+    batch_size: int = option(32, "examples in a step")
+    length: int = option(128, "longest input in tokens; longer ones are cut")
+    double_pairs: bool = option(True, "train MRPC and STS-B on each pair in both orders")
+    precision: str = option("auto", "auto, fp32, bf16 or fp16")
+    device: str = option("auto", "auto, cuda, mps or cpu")
+    save: str = option("none", "none, or which model of a task to keep: best (on dev) or last")
+    predict: bool = option(False, "also write the submission for the GLUE site, a zip")
+    classify: str = option(
+        "", "TEXT, or two with a tab between them, for a saved --model; -: stdin"
+    )
+
+
+# ---- Metrics: predicted and true values (N,) -> a number, 1.0 at best --------------------------
+def accuracy(predicted: np.ndarray, true: np.ndarray) -> float:
+    return float((predicted == true).mean())
+
+
+def f1(predicted: np.ndarray, true: np.ndarray) -> float:
+    """Harmonic mean of precision and recall of class 1."""
+    both = float(predicted.sum() + true.sum())
+    return 2 * float((predicted * true).sum()) / both if both else 0.0
+
+
+def pearson(predicted: np.ndarray, true: np.ndarray) -> float:
+    """Linear correlation; of two classes it is the Matthews correlation.
+
+    A constant tells nothing about anything else: its correlation is 0 here, not NaN.
+    """
+    if np.ptp(predicted) == 0 or np.ptp(true) == 0:
+        return 0.0
+    return float(np.corrcoef(predicted, true)[0, 1])
+
+
+def spearman(predicted: np.ndarray, true: np.ndarray) -> float:
+    """Linear correlation of the ranks; ties share their mean rank."""
+    return pearson(mean_ranks(predicted), mean_ranks(true))
+
+
+Metric = Callable[[np.ndarray, np.ndarray], float]
+# The first metric of a task is the one that the paper averages.
+METRICS: dict[str, dict[str, Metric]] = {
+    "CoLA": {"Matthews": pearson},
+    "SST-2": {"accuracy": accuracy},
+    "MRPC": {"accuracy": accuracy, "F1": f1},
+    "STS-B": {"Spearman": spearman, "Pearson": pearson},
+    "QQP": {"accuracy": accuracy, "F1": f1},
+    "MNLI": {"accuracy": accuracy},  # on two dev sets: matched and mismatched
+    "QNLI": {"accuracy": accuracy},
+    "RTE": {"accuracy": accuracy},
+    "WNLI": {"accuracy": accuracy},
+}
+# ELECTRA-Small, released by its authors, on the dev sets (1M steps on OpenWebText).
+PUBLISHED = {"CoLA": 56.8, "SST-2": 88.3, "MRPC": 87.4, "STS-B": 86.8, "QQP": 88.3, "MNLI": 78.9}
+PUBLISHED |= {"QNLI": 87.9, "RTE": 68.5}
+
+
+# ---- Examples ----------------------------------------------------------------------------------
+class Encoded(NamedTuple):
+    """Examples as token ids, without padding: [CLS] A [SEP], or [CLS] A [SEP] B [SEP]."""
+
+    ids: list[np.ndarray]
+    second: np.ndarray  # (N,), where B begins; token type 1 from there
+    lengths: np.ndarray  # (N,)
+    labels: np.ndarray  # (N,), NaN where there is none
+
+
+def truncate(a: int, b: int, room: int) -> tuple[int, int]:
+    """Lengths that fit: the longer text loses its last token, on a tie the second one does."""
+    while a + b > room:
+        a, b = (a - 1, b) if a > b else (a, b - 1)
+    return a, b
+
+
+def encode(examples: list[Example], tokenizer: Tokenizer, length: int) -> Encoded:
+    cls, sep = (tokenizer.token_to_id(token) for token in ("[CLS]", "[SEP]"))
+    texts = [text for example in examples for text in example.texts]
+    pieces = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+    ids, second = [], []
+    for example in examples:
+        parts = [next(pieces).ids for _ in example.texts]
+        a, *rest = parts
+        b = rest[0] if rest else []
+        kept_a, kept_b = truncate(len(a), len(b), length - 1 - len(parts))
+        row = [cls, *a[:kept_a], sep]
+        second.append(len(row))
+        ids.append(np.array(row + [*b[:kept_b], sep] * len(rest)))
+    lengths = np.array([len(row) for row in ids])
+    return Encoded(ids, np.array(second), lengths, np.array([e.label for e in examples]))
+
+
+def collate(encoded: Encoded, rows: np.ndarray, device: torch.device) -> list[Tensor]:
+    """ids, attention_mask and token_type_ids (B, L) of some rows, L their own longest."""
+    column = np.arange(encoded.lengths[rows].max())
+    mask = column < encoded.lengths[rows, None]
+    ids = np.zeros(mask.shape)  # whatever stands at padding is never looked at
+    ids[mask] = np.concatenate([encoded.ids[row] for row in rows])
+    types = mask & (column >= encoded.second[rows, None])
+    return [torch.from_numpy(x.astype(np.int64)).to(device) for x in (ids, mask, types)]
+
+
+def shuffled_batches(
+    lengths: np.ndarray, batch_size: int, rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Every row once, in random batches of rows of similar length: little padding."""
+    order = rng.permutation(len(lengths))
+    batches = []
+    for start in range(0, len(order), POOL * batch_size):
+        pool = order[start : start + POOL * batch_size]
+        pool = pool[np.argsort(lengths[pool], kind="stable")]
+        batches += [pool[i : i + batch_size] for i in range(0, len(pool), batch_size)]
+    return [batches[i] for i in rng.permutation(len(batches))]
+
+
+# ---- The model ---------------------------------------------------------------------------------
+class Classifier(nn.Module):
+    """The discriminator's encoder, and one new layer: (B, L) -> (B, classes), or (B, 1): a score."""
+
+    def __init__(self, encoder: Encoder, classes: int, head: str) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, head
+        self.dropout = nn.Dropout(0.1)
+        self.prediction = nn.Linear(encoder.layers[0].output.out_features, classes)
+        nn.init.xavier_uniform_(self.prediction.weight)
+        nn.init.zeros_(self.prediction.bias)
+
+    def forward(self, ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
+        x = self.encoder(ids, attention_mask, token_type_ids)  # (B, L, D)
+        if self.head == "mean":
+            mask = attention_mask[:, :, None]
+            x = (x * mask).sum(1) / mask.sum(1)
+        else:
+            x = x[:, 0]  # [CLS]
+        return self.prediction(self.dropout(x))  # (B, D) -> (B, classes)
+
+
+def layerwise_optimizer(model: Classifier, decay: float) -> torch.optim.AdamW:
+    """Adam, each layer learning `decay` times as fast as the one above it; embeddings slowest.
+
+    The paper's factors: 1 for the head, then d, d^2, ... (the official code skips d).
+    """
+    encoder = model.encoder
+    bottom = [encoder.embeddings] + [encoder.project] * (encoder.project is not None)
+    parts = [model.prediction, *reversed(encoder.layers), nn.ModuleList(bottom)]
+    groups = [
+        {"params": list(part.parameters()), "factor": decay**depth}
+        for depth, part in enumerate(parts)
+    ]
+    fused = model.prediction.weight.device.type in ("cpu", "cuda")
+    return torch.optim.AdamW(groups, lr=0.0, eps=1e-6, weight_decay=0.0, fused=fused)
+
+
+# ---- Fine-tuning -------------------------------------------------------------------------------
+class Start(NamedTuple):
+    """What every run of a sweep begins with."""
+
+    config: ElectraConfig
+    tokenizer: Tokenizer
+    encoder: Encoder | None  # none: random weights, others for each seed
+    origin: str  # "pre-trained", "none", or the folder of --init_from
+    step: int  # of pre-training
+
+
+def new_classifier(start: Start, task: str, head: str) -> Classifier:
+    """A fresh head on a copy of the encoder, or on one with random weights."""
+    encoder = copy.deepcopy(start.encoder) or Electra(start.config).discriminator.encoder
+    return Classifier(encoder, len(GLUE[task].labels) or 1, head)
+
+
+def classify(model: Classifier, encoded: Encoded, rows: np.ndarray, precision: str) -> Tensor:
+    """Logits (B, classes) of some rows, in mixed precision."""
+    device = model.prediction.weight.device
+    with torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32"):
+        return model(*collate(encoded, rows, device)).float()
+
+
+def fine_tune(
+    task: str, train: Encoded, start: Start, options: GlueConfig, seed: int
+) -> Classifier:
+    """One run: head and encoder trained together for a few epochs (appendix B)."""
+    torch.manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    device = choose_device(options.device)
+    model = new_classifier(start, task, options.head).to(device).train()
+    optimizer = layerwise_optimizer(model, options.layer_decay)
+    scaler = torch.amp.GradScaler(device.type, enabled=options.precision == "fp16")
+    steps = options.epochs * math.ceil(len(train.ids) / options.batch_size)
+    schedule = RunConfig(steps=steps, warmup_steps=steps // 10, learning_rate=options.learning_rate)
+    epochs = (
+        shuffled_batches(train.lengths, options.batch_size, rng) for _ in range(options.epochs)
+    )
+    bar = tqdm(total=steps, desc=f"{task} seed {seed}", unit="step", disable=None, leave=False)
+    for step, rows in enumerate(itertools.chain.from_iterable(epochs), 1):
+        for group in optimizer.param_groups:
+            group["lr"] = group["factor"] * learning_rate(step, schedule)
+        labels = torch.from_numpy(train.labels[rows]).to(device)
+        logits = classify(model, train, rows, options.precision)
+        if GLUE[task].labels:
+            loss = F.cross_entropy(logits, labels.long())
+        else:  # a score from 0 to 5
+            loss = F.mse_loss(logits[:, 0], labels.float() / 5)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        bar.update()
+        if step % 50 == 0:
+            bar.set_postfix_str(f"loss {loss:.3f}")
+        if bar.disable and step % 1000 == 0:  # no terminal: plain lines
+            print(f"{task} seed {seed}: step {step:,} of {steps:,}, loss {loss:.3f}", flush=True)
+    bar.close()
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise InputError(f"{task} seed {seed} diverged. Choose a lower --learning_rate.")
+    return model.eval()
+
+
+@torch.no_grad()
+def predict(model: Classifier, encoded: Encoded, task: str, precision: str) -> np.ndarray:
+    """Number of the class, or score from 0 to 5, of all examples (N,), each exactly once."""
+    order = np.argsort(encoded.lengths, kind="stable")  # similar lengths together: little padding
+    batches = [order[i : i + 128] for i in range(0, len(order), 128)]
+    logits = torch.cat([classify(model, encoded, rows, precision).cpu() for rows in batches])
+    logits = logits.numpy()[np.argsort(order)]
+    return logits.argmax(1) if GLUE[task].labels else np.clip(5 * logits[:, 0], 0, 5)
+
+
+def score(task: str, file: str, predicted: np.ndarray, true: np.ndarray) -> dict[str, float]:
+    """Metrics on a dev set, in percent; what has no label is not counted."""
+    known = ~np.isnan(true)
+    kind = file.removeprefix("dev").replace("_", " ")  # MNLI: matched and mismatched
+    return {
+        name + kind: 100 * metric(predicted[known], true[known])
+        for name, metric in METRICS[task].items()
+    }
+
+
+def measure(
+    model: Classifier, task: str, file: str, dev: Encoded, constant: float, precision: str
+) -> list[dict[str, str]]:
+    """A row of results for each metric, with what always answering `constant` would get."""
+    predicted = predict(model, dev, task, precision)
+    if np.ptp(predicted) == 0:
+        print(f"note: the answer to every example of {task} {file} is the same")
+    baseline = score(task, file, np.full(len(predicted), constant), dev.labels)
+    return [
+        {"metric": name, "value": f"{value:.4f}", "majority": f"{baseline[name]:.4f}"}
+        | {"dev_rows": str(len(predicted))}
+        for name, value in score(task, file, predicted, dev.labels).items()
+    ]
+
+
+# ---- Results: one row per metric of a run, matched by all settings that shape it ---------------
+SETTINGS = (
+    "task", "origin", "step", "head", "learning_rate", "layer_decay", "epochs", "batch_size",
+    "length", "double_pairs", "train_rows",
+)  # fmt: skip
+COLUMNS = (*SETTINGS, "seed", "metric", "value", "majority", "dev_rows")
+
+
+def read_results(path: Path, settings: dict[str, str]) -> list[dict[str, str]]:
+    """The rows of a task that were made with these settings."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+        if rows and set(rows[0]) != set(COLUMNS):
+            raise InputError(f"{path}: not the columns {', '.join(COLUMNS)}. Move it away.")
+    return [row for row in rows if all(row[key] == value for key, value in settings.items())]
+
+
+def append_results(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Add the rows of a finished run, in one write: several sweeps may share the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    if not path.exists():
+        writer.writeheader()
+    writer.writerows(rows)
+    with path.open("a", newline="") as file:
+        file.write(text.getvalue())
+
+
+def read_examples(options: GlueConfig, task: str, file: str) -> list[Example]:
+    """The examples of a file; rows that cannot be read are reported."""
+    folder = Path(options.glue)
+    examples, problems = data.read_glue(folder, task, file)
+    for problem in problems[:5]:
+        print(problem)
+    if problems:
+        fate = "left out" if file == "train" else "kept without text, for the order's sake"
+        print(f"{folder / task / file}.tsv: {len(problems)} bad rows, {fate}")
+    return examples
+
+
+def majority(examples: list[Example], task: str) -> float:
+    """The best constant answer: the most frequent class, or the mean score."""
+    labels = np.array([example.label for example in examples])
+    return float(np.bincount(labels.astype(int)).argmax() if GLUE[task].labels else labels.mean())
+
+
+def run_task(task: str, start: Start, options: GlueConfig, folder: Path) -> list[dict[str, str]]:
+    """Fine-tune with each seed that is still missing; the results of all seeds.
+
+    No results where files are missing, after a line that says which and how to get them.
+    """
+    place = Path(options.glue) / task
+    dev_files = [f for f in GLUE[task].rows if f[:3] == "dev" and (place / f"{f}.tsv").is_file()]
+    if not dev_files or not (place / "train.tsv").is_file():
+        fetch = f"python data.py glue --dir {options.glue} --tasks {task}"
+        print(f"{task} is left out: no train.tsv and dev.tsv in {place}. Fetch them: {fetch}")
+        return []
+    examples = {file: read_examples(options, task, file) for file in ("train", *dev_files)}
+    options = replace(options, task=task, epochs=options.epochs or EPOCHS.get(task, 3))
+    settings = asdict(options) | {"origin": start.origin, "step": start.step}
+    settings |= {"train_rows": len(examples["train"])}
+    settings = {key: str(settings[key]) for key in SETTINGS}
+    saved = folder / task / "config.json"
+    if options.save != "none" and saved.exists():
+        check_saved(saved, settings)
+
+    @functools.cache  # tokenised once for all seeds, and not at all if there is nothing to do
+    def encoded(file: str) -> Encoded:
+        rows = examples[file]
+        if file == "train" and options.double_pairs and task in DOUBLED:
+            rows = rows + [Example(e.texts[::-1], e.label) for e in rows]
+        return encode(rows, start.tokenizer, options.length)
+
+    results = read_results(folder / "results.csv", settings)
+    constant = majority(examples["train"], task)
+    kept: dict[int, Classifier] = {}  # the model that --save asks for, so far
+    for seed in range(options.seeds):
+        if any(row["seed"] == str(seed) for row in results):
+            continue
+        began = time.perf_counter()
+        model = fine_tune(task, encoded("train"), start, options, seed)
+        rows = [
+            settings | {"seed": str(seed)} | row
+            for file in dev_files
+            for row in measure(model, task, file, encoded(file), constant, options.precision)
+        ]
+        seconds = time.perf_counter() - began
+        append_results(folder / "results.csv", rows)
+        results += rows
+        values = ", ".join(f"{row['metric']} {float(row['value']):.1f}" for row in rows)
+        print(f"{task} seed {seed}: {values} ({seconds:.0f} s)", flush=True)
+        if seed == wanted_seed(results, options):
+            kept = {seed: model}
+    results = [row for row in results if int(row["seed"]) < options.seeds]
+    if options.save != "none":
+        seed = wanted_seed(results, options)
+        if not saved.exists() or json.loads(saved.read_text())["seed"] != seed:
+            # A run that was finished before --save asked for its model is done again.
+            model = kept.get(seed) or fine_tune(task, encoded("train"), start, options, seed)
+            save_model(folder / task, model, start, settings | {"seed": seed})
+    return results
+
+
+def wanted_seed(results: list[dict[str, str]], options: GlueConfig) -> int:
+    """The seed whose model is kept: the last, or the one that is best on the first metric."""
+    first = [row for row in results if row["metric"] == results[0]["metric"]]
+    if options.save == "last":
+        return max(int(row["seed"]) for row in first)
+    return int(max(first, key=lambda row: float(row["value"]))["seed"])
+
+
+# ---- Saved models ------------------------------------------------------------------------------
+def save_model(folder: Path, model: Classifier, start: Start, settings: dict[str, Any]) -> None:
+    """Weights, tokenizer, and a config.json with the label names in order."""
+    folder.mkdir(parents=True, exist_ok=True)
+    labels = GLUE[settings["task"]].labels
+    config = settings | {"labels": labels, "model": asdict(start.config)}
+    save_checkpoint(folder / "model.pt", {"model": model.state_dict()})
+    data.write_atomically(folder / "tokenizer.json", start.tokenizer.to_str(pretty=True))
+    data.write_atomically(folder / "config.json", json.dumps(config, indent=1))
+
+
+def check_saved(config: Path, settings: dict[str, Any]) -> None:
+    """Refuse to overwrite a model of other settings; another seed of the same is fine."""
+    then = json.loads(config.read_text())
+    changed = [f"{k} {then[k]}, now {v}" for k, v in settings.items() if then.get(k) != v]
+    if changed:
+        raise InputError(f"{config.parent} holds another model ({'; '.join(changed)}). Move it.")
+
+
+def load_model(folder: Path) -> tuple[Classifier, Tokenizer, dict[str, Any]]:
+    """A model that --save has kept, its tokenizer and its settings."""
+    for name in ("config.json", "model.pt", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise InputError(f"{folder}: no {name}. Name a folder that --save has written.")
+    settings = json.loads((folder / "config.json").read_text())
+    tokenizer = data.load_tokenizer(folder / "tokenizer.json")
+    start = Start(ElectraConfig(**settings["model"]), tokenizer, None, "", 0)
+    model = new_classifier(start, settings["task"], settings["head"])
+    model.load_state_dict(load_checkpoint(folder / "model.pt")["model"])
+    return model.eval(), tokenizer, settings
+
+
+# ---- The table ---------------------------------------------------------------------------------
+def print_table(results: dict[str, list[dict[str, str]]]) -> None:
+    """A line for each metric, then both averages: the paper's and that of the GLUE site."""
+    header = ("task", "metric", "median", "mean", "std", "best", "seeds", "majority", "published")
+    form = "{:8} {:20} {:>6} {:>6} {:>5} {:>6} {:>5} {:>8} {:>9}"
+    print("\n" + form.format(*header))
+    medians: dict[str, list[float]] = {}
+    partial = []
+    for task, rows in results.items():
+        for metric in dict.fromkeys(row["metric"] for row in rows):
+            chosen = [row for row in rows if row["metric"] == metric]
+            values = np.array([float(row["value"]) for row in chosen])
+            first = task not in medians
+            medians.setdefault(task, []).append(float(np.median(values)))
+            spread = f"{values.std(ddof=1):.1f}" if len(values) > 1 else "-"
+            numbers = [f"{x:.1f}" for x in (np.median(values), values.mean())]
+            numbers += [spread, f"{values.max():.1f}", len(values)]
+            numbers += [f"{float(chosen[0]['majority']):.1f}"]
+            print(form.format(task, metric, *numbers, PUBLISHED.get(task, "-") if first else ""))
+        official = GLUE[task].rows["train"]
+        if int(rows[0]["train_rows"]) < official:
+            partial.append(f"{task} {int(rows[0]['train_rows']):,} of {official:,}")
+    for name, tasks, average in (
+        ("paper's mean", TASKS[:-1], lambda values: values[0]),
+        ("GLUE's mean", TASKS, np.mean),
+    ):
+        found = [task for task in tasks if task in medians]
+        mean = np.mean([average(medians[task]) for task in found]) if found else math.nan
+        published = [PUBLISHED.get(task, math.nan) for task in found]
+        theirs = f" (published: {np.mean(published):.2f})" if tasks == found[:8] else ""
+        print(f"{name}, {len(found)} of {len(tasks)} tasks: {mean:.2f}{theirs}")
+    if partial:
+        print(f"not trained on the whole of: {', '.join(partial)}")
+
+
+# ---- Submission and single texts ---------------------------------------------------------------
+# File of the submission -> the task whose model answers, and the test set.
+SUBMISSION = {task: (task, task, "test") for task in TASKS if task != "MNLI"}
+SUBMISSION |= {"MNLI-m": ("MNLI", "MNLI", "test_matched")}
+SUBMISSION |= {"MNLI-mm": ("MNLI", "MNLI", "test_mismatched")}
+SUBMISSION |= {"AX": ("MNLI", "diagnostic", "diagnostic")}
+
+
+def answer(value: float, task: str) -> str:
+    labels = GLUE[task].labels
+    return labels[int(value)] if labels else f"{value:.3f}"
+
+
+def write_submission(options: GlueConfig, folder: Path) -> None:
+    """submission.zip for the GLUE site: eleven files, "index" and "prediction", labels by name."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as zipped:
+        for name, (task, source, file) in SUBMISSION.items():
+            test = Path(options.glue) / source / f"{file}.tsv"
+            if test.is_file() and (folder / task / "model.pt").exists():
+                model, tokenizer, settings = load_model(folder / task)
+                model.to(choose_device(options.device))
+                examples = read_examples(options, source, file)
+                encoded = encode(examples, tokenizer, int(settings["length"]))
+                predicted = predict(model, encoded, task, options.precision)
+                origin = f"the model in {folder / task}"
+            else:  # the site wants all files, with all rows
+                train = Path(options.glue) / task / "train.tsv"
+                there = train.is_file()
+                constant = majority(read_examples(options, task, "train"), task) if there else 0.0
+                predicted = np.full(GLUE[source].rows[file], constant)
+                origin = "the majority answer"
+            lines = [f"{i}\t{answer(value, task)}" for i, value in enumerate(predicted)]
+            zipped.writestr(f"{name}.tsv", "\n".join(["index\tprediction", *lines]) + "\n")
+            print(f"{name}.tsv: {len(lines):,} rows, {origin}")
+    data.write_atomically(folder / "submission.zip", content.getvalue())
+    print(f"{folder / 'submission.zip'} is ready for gluebenchmark.com")
+
+
+def classify_texts(options: GlueConfig) -> None:
+    """Print label and probability of each text, or the score, as the model in --model sees it."""
+    model, tokenizer, settings = load_model(Path(options.model))
+    task, length = settings["task"], int(settings["length"])
+    wanted = len(GLUE[task].texts)
+    for line in sys.stdin if options.classify == "-" else [options.classify]:
+        texts = tuple(line.rstrip("\n").split("\t"))
+        if len(texts) != wanted:
+            raise InputError(f"{task} takes {wanted} text(s), with a tab between: {line!r:.60}")
+        encoded = encode([Example(texts, math.nan)], tokenizer, length)
+        with torch.no_grad():
+            chances = classify(model, encoded, np.array([0]), "fp32")[0].softmax(0)
+        value = predict(model, encoded, task, "fp32")[0]
+        print(answer(value, task) + (f"\t{chances.max():.1%}" if GLUE[task].labels else ""))
+
+
+# ---- The command line --------------------------------------------------------------------------
+def parse_arguments(arguments: list[str] | None) -> GlueConfig:
+    parser = argparse.ArgumentParser(description="Fine-tune ELECTRA on GLUE.", allow_abbrev=False)
+    for f in fields(GlueConfig):
+        flag = {"action": argparse.BooleanOptionalAction} if isinstance(f.default, bool) else {}
+        kind: dict[str, Any] = flag or {"type": type(f.default)}
+        parser.add_argument(f"--{f.name}", default=f.default, **f.metadata, **kind)
+    options = GlueConfig(**vars(parser.parse_args(arguments)))
+    tasks = TASKS if options.task == "all" else options.task.split(",")
+    for wrong, problem in (
+        (set(tasks) - set(TASKS), f"--task {options.task}: choose all, or of {', '.join(TASKS)}"),
+        (options.head not in ("first", "mean"), "--head must be first or mean"),
+        (options.save not in ("none", "best", "last"), "--save must be none, best or last"),
+        (
+            options.precision not in ("auto", *DTYPES),
+            "--precision must be auto, fp32, bf16 or fp16",
+        ),
+        (min(options.seeds, options.batch_size) < 1, "--seeds and --batch_size must be at least 1"),
+        (options.length < 8, "--length must be at least 8"),
+        (options.init_from and options.model == "none", "--init_from needs a --model"),
+    ):
+        if wrong:
+            raise InputError(f"{problem}.")
+    if options.predict and options.save == "none":
+        options.save = "best"
+    return replace(options, task=",".join(tasks))
+
+
+def run_folder(options: GlueConfig) -> Path:
+    """The pre-training run that gives architecture and tokenizer, and takes the results."""
+    return Path(options.out or ("out" if options.model == "none" else options.model))
+
+
+def load_start(options: GlueConfig) -> tuple[Start, str]:
+    """The weights every run begins with, as --model and --init_from say; and the model's size."""
+    random = options.model == "none"
+    model, tokenizer, settings = load_run(run_folder(options) if random else Path(options.model))
+    encoder, step = model.discriminator.encoder, settings["step"]
+    start = Start(model.config, tokenizer, encoder, "pre-trained", step)
+    if random:
+        start = start._replace(encoder=None, origin="none", step=0)
+    if options.init_from:
+        tuned, other, _ = load_model(Path(options.init_from))
+        if other.get_vocab() != tokenizer.get_vocab():
+            raise InputError(f"{options.init_from}: not the vocabulary of {options.model}.")
+        start = start._replace(encoder=tuned.encoder, origin=options.init_from)
+    return start, settings["size"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    try:
+        options = parse_arguments(arguments)
+        precision = choose_precision(options.precision, choose_device(options.device))
+        options = replace(options, precision=precision)
+        if options.classify:
+            classify_texts(options)
+            return 0
+        start, size = load_start(options)
+        rate, decay = RECIPES[size]
+        options = replace(
+            options,
+            learning_rate=options.learning_rate or rate,
+            layer_decay=options.layer_decay or decay,
+            length=min(options.length, start.config.max_positions),
+        )
+        folder = run_folder(options) / "glue"
+        results = {task: run_task(task, start, options, folder) for task in options.task.split(",")}
+        results = {task: rows for task, rows in results.items() if rows}
+        if not results:
+            raise InputError(f"{options.glue}: no task can be run. Fetch them: python data.py glue")
+        print_table(results)
+        if options.predict:
+            write_submission(options, folder)
+    except InputError as error:
+        print(f"train_glue.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("train_glue.py: stopped; the same command goes on from there.", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
