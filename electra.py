@@ -34,7 +34,6 @@ import argparse
 import json
 import math
 import os
-import signal
 import sys
 import textwrap
 import time
@@ -92,7 +91,9 @@ class RunConfig:
     data: str = option("", "UTF-8 text; a blank line ends a document (default: a built-in corpus)")
     out: str = option("out", "folder of the run; the same command again continues it")
     tokens: str = option("", "folder for the token files (default: <data>.tokens)")
-    size: str = option("small", "tiny, small, base or large (default: tiny without --data)")
+    size: str = option(
+        "small", "tiny, small, base, large: defaults for all else (without --data: tiny)"
+    )
     tokenizer: str = option("wordpiece", "wordpiece or bpe, trained on the text; or a file to use")
     vocab: str = option("", "a WordPiece vocabulary to use instead, such as BERT's vocab.txt")
     seed: int = option(0, "decides the initial weights, the order of the data, masks and samples")
@@ -105,6 +106,7 @@ class RunConfig:
     weight_decay: float = option(0.01, "weight decay of matrices and embeddings")
     unigram_bias: bool = option(False, "start the generator's output bias at the token frequencies")
     precision: str = option("auto", "auto, fp32, bf16 or fp16")
+    compile: bool = option(False, "torch.compile the model: minutes to start, faster on a GPU")
     device: str = option("auto", "auto, cuda, mps or cpu")
     log_every: int = option(50, "steps between two rows of metrics.csv")
     eval_every: int = option(5000, "steps between two evaluations on held-out text")
@@ -112,27 +114,23 @@ class RunConfig:
     save_minutes: float = option(10.0, "minutes between two checkpoints")
 
 
-# A size is its model AND its recipe: a model trained at another's learning rate disappoints.
-# small, base and large are the paper's (table 6); tiny is ours, made for two CPU cores. In single
-# trials of a few million tokens, separate encoders learned to detect next to nothing, and at a loss
-# weight of 50 the generator kept to counting words.
+# A size is its model AND its recipe. small, base and large are the paper's (table 6); tiny is ours,
+# made for two CPU cores: in single trials of a few million tokens, separate encoders learned to
+# detect next to nothing, and at a loss weight of 50 the generator kept to counting words.
 TINY_MODEL = ElectraConfig(
     vocab_size=4096, hidden_size=192, num_layers=3, num_heads=3, intermediate_size=768,
     generator_size=1.0, share_encoder=True, max_positions=128, dropout=0.0, init_std=0.06,
-    embedding_std=0.05, sinusoids=True, mask_prob=0.25, discriminator_weight=10.0
-)  # fmt: skip
+    embedding_std=0.05, sinusoids=True, mask_prob=0.25, discriminator_weight=10.0)  # fmt: skip
 TINY_RECIPE = RunConfig(
     size="tiny", length=64, batch_size=32, steps=18_000, warmup_steps=500, learning_rate=1e-3,
-    unigram_bias=True, eval_every=1000
-)  # fmt: skip
+    unigram_bias=True, eval_every=1000)  # fmt: skip
 BASE_MODEL = ElectraConfig(
     embedding_size=768, hidden_size=768, num_heads=12, intermediate_size=3072, generator_size=1 / 3
 )
 BASE_RECIPE = RunConfig(size="base", length=512, batch_size=256, steps=766_000, learning_rate=2e-4)
 LARGE_MODEL = ElectraConfig(
     embedding_size=1024, hidden_size=1024, num_layers=24, num_heads=16, intermediate_size=4096,
-    mask_prob=0.25
-)  # fmt: skip
+    mask_prob=0.25)  # fmt: skip
 LARGE_RECIPE = replace(BASE_RECIPE, size="large", batch_size=2048, steps=400_000)
 SIZES = {"tiny": (TINY_MODEL, TINY_RECIPE), "small": (ElectraConfig(), RunConfig())}
 SIZES |= {"base": (BASE_MODEL, BASE_RECIPE), "large": (LARGE_MODEL, LARGE_RECIPE)}
@@ -151,6 +149,20 @@ def generator_config(config: ElectraConfig) -> ElectraConfig:
 
 # ---- 3. The transformer encoder: BERT's, with LayerNorm after each residual sum. ---------------
 MaybeTensor = Tensor | None  # an argument that may be left out
+FUSED_ATTENTION = ("cuda",)  # devices with a faster kernel for it; a CPU's backward is slower
+
+
+def dropout(x: Tensor, p: float, training: bool) -> Tensor:
+    """F.dropout. On a CPU from one random byte per element: p becomes a multiple of 1/256.
+
+    A Bernoulli draw per element took 21 % of a step of small there, this takes 5 %.
+    """
+    if x.device.type != "cpu" or not training or p == 0:
+        return F.dropout(x, p, training)
+    dropped = round(256 * p)
+    eights = torch.empty((x.numel() + 7) // 8, dtype=torch.int64).random_(-(2**63), None)
+    draws = eights.view(torch.uint8)[: x.numel()].view(x.shape)
+    return x * (draws >= dropped).to(x.dtype).mul_(256 / (256 - dropped))
 
 
 class Embeddings(nn.Module):
@@ -162,13 +174,13 @@ class Embeddings(nn.Module):
         self.position = nn.Embedding(config.max_positions, config.embedding_size)
         self.token_type = nn.Embedding(2, config.embedding_size)
         self.norm = nn.LayerNorm(config.embedding_size, eps=1e-12)
-        self.dropout = nn.Dropout(config.dropout)
+        self.p = config.dropout
 
     def forward(self, ids: Tensor, token_type_ids: MaybeTensor = None) -> Tensor:
         if token_type_ids is None:
             token_type_ids = torch.zeros_like(ids)
         x = self.word(ids) + self.position.weight[: ids.shape[1]] + self.token_type(token_type_ids)
-        return self.dropout(self.norm(x))
+        return dropout(self.norm(x), self.p, self.training)
 
 
 class SelfAttention(nn.Module):
@@ -179,17 +191,23 @@ class SelfAttention(nn.Module):
         self.num_heads = config.num_heads
         self.query_key_value = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
-        self.dropout = nn.Dropout(config.dropout)
+        self.p = config.dropout
 
     def forward(self, x: Tensor, attention_mask: MaybeTensor) -> Tensor:
         B, L, D = x.shape
         x = self.query_key_value(x).view(B, L, 3, self.num_heads, D // self.num_heads)
         q, k, v = x.permute(2, 0, 3, 1, 4)  # (B, L, 3, H, D/H) -> three of (B, H, L, D/H)
-        scores = q @ k.transpose(-2, -1) / math.sqrt(D // self.num_heads)  # (B, H, L, L)
+        bias = None
         if attention_mask is not None:
             padding = attention_mask[:, None, None, :] == 0  # (B, 1, 1, L): for all H and queries
-            scores = scores.masked_fill(padding, torch.finfo(scores.dtype).min)
-        context = self.dropout(scores.softmax(dim=-1)) @ v  # (B, H, L, D/H)
+            bias = padding.to(q.dtype) * torch.finfo(q.dtype).min
+        if x.device.type in FUSED_ATTENTION:  # the same formula in one kernel
+            p = self.p if self.training else 0.0
+            context = F.scaled_dot_product_attention(q, k, v, bias, p)
+        else:
+            scores = (q / math.sqrt(D // self.num_heads)) @ k.transpose(-2, -1)  # (B, H, L, L)
+            scores = scores if bias is None else scores + bias
+            context = dropout(scores.softmax(dim=-1), self.p, self.training) @ v  # (B, H, L, D/H)
         return self.output(context.transpose(1, 2).reshape(B, L, D))
 
 
@@ -203,11 +221,13 @@ class Block(nn.Module):
         self.intermediate = nn.Linear(config.hidden_size, config.intermediate_size)
         self.output = nn.Linear(config.intermediate_size, config.hidden_size)
         self.output_norm = nn.LayerNorm(config.hidden_size, eps=1e-12)
-        self.dropout = nn.Dropout(config.dropout)
+        self.p = config.dropout
 
     def forward(self, x: Tensor, attention_mask: MaybeTensor) -> Tensor:
-        x = self.attention_norm(x + self.dropout(self.attention(x, attention_mask)))
-        return self.output_norm(x + self.dropout(self.output(F.gelu(self.intermediate(x)))))
+        y = self.attention(x, attention_mask)
+        x = self.attention_norm(x + dropout(y, self.p, self.training))
+        y = self.output(F.gelu(self.intermediate(x)))
+        return self.output_norm(x + dropout(y, self.p, self.training))
 
 
 class Encoder(nn.Module):
@@ -269,9 +289,8 @@ def gumbel_sample(logits: Tensor, temperature: float = 1.0) -> Tensor:
     Adding Gumbel noise and taking the largest is sampling from the softmax (Gumbel 1954). The
     noise has to be float32: 16 bits cannot tell 30,522 tokens apart and favour the first ones.
     """
-    logits = logits.float() / temperature
-    noise = torch.rand_like(logits).log_().neg_().log_().neg_()  # -log(-log(u)), in one buffer
-    return noise.add_(logits).argmax(dim=-1)
+    noise = torch.rand_like(logits, dtype=torch.float32).log_().neg_().log_().neg_()
+    return noise.add_(logits, alpha=1 / temperature).argmax(dim=-1)
 
 
 class Generator(nn.Module):
@@ -384,8 +403,8 @@ class Electra(nn.Module):
         # Predict: the generator's loss is over the chosen positions.
         logits = self.generator(masked.ids, attention_mask, token_type_ids, masked.positions)
         original = ids.gather(1, masked.positions)  # (B, K)
-        nats = F.cross_entropy(logits.float().transpose(1, 2), original, reduction="none")  # (B, K)
-        generator_loss = masked_mean(nats, masked.chosen)
+        nats = F.cross_entropy(logits.float().flatten(0, 1), original.flatten(), reduction="none")
+        generator_loss = masked_mean(nats.view_as(original), masked.chosen)
         # Sample: no gradient flows through it (section 2: it would have to pass a discrete choice).
         sampled = gumbel_sample(logits.detach())  # (B, K)
         sampled = torch.where(masked.chosen, sampled, original)
@@ -405,8 +424,7 @@ class Electra(nn.Module):
 # ---- 5. Optimiser and schedule (appendix A). ---------------------------------------------------
 def make_optimizer(model: nn.Module, run: RunConfig) -> torch.optim.AdamW:
     """AdamW; biases and LayerNorms, the parameters with one dimension, do not decay."""
-    # model.parameters() is an iterator: passed to two groups, it would leave the second one empty.
-    parameters = list(model.parameters())
+    parameters = list(model.parameters())  # an iterator would leave the second group empty
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": run.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
@@ -440,8 +458,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Losses and accuracies without dropout, with the same masks and samples every time.
 
-    "Always original" is right for most tokens: read the accuracy together with precision and recall
-    of the verdict "replaced" (probability above 0.5) and with the area under the ROC curve.
+    "Always original" is right for most tokens: read the accuracy with precision, recall and AUC.
     """
     model.eval()
     sums, scores, labels = torch.zeros(4, dtype=torch.float64), [], []
@@ -532,12 +549,10 @@ def choose_device(name: str) -> torch.device:
 
 def choose_precision(name: str, device: torch.device) -> str:
     """bf16 where the hardware has it, fp16 on older GPUs; on a CPU what multiplies faster here."""
-    if name != "auto":
-        return name
+    if name != "auto" or device.type == "mps":
+        return name.replace("auto", "fp32")
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    if device.type == "mps":
-        return "fp32"
     x = {p: torch.ones(512, 512, dtype=DTYPES[p]) for p in ("fp32", "bf16")}
     return min(x, key=lambda p: min(timeit.repeat(lambda: x[p] @ x[p], number=1, repeat=10)))
 
@@ -548,22 +563,23 @@ def mean_losses(recent: list[Tensor], step: int, fp16: bool) -> list[float]:
     # In fp16 a gradient may overflow: GradScaler leaves such a step out and lowers its scale.
     bad = (~values[:, : 2 if fp16 else 3].isfinite().all(1)).nonzero()
     if len(bad):
-        generator, discriminator, norm = values[bad[0, 0]].tolist()
+        losses = "generator loss {}, discriminator loss {}, gradient norm {}"
         raise data.InputError(
-            f"step {step - len(recent) + 1 + int(bad[0, 0])} is not finite: generator loss "
-            f"{generator}, discriminator loss {discriminator}, gradient norm {norm}. The last "
-            "checkpoint is untouched: go on with --precision fp32 or a lower --learning_rate."
+            f"step {step - len(recent) + 1 + int(bad[0, 0])} is not finite: "
+            f"{losses.format(*values[bad[0, 0]].tolist())}. The last checkpoint is untouched: go on "
+            "with --precision fp32 or a lower --learning_rate."
         )
     return values[:, :2].double().mean(0).tolist()
 
 
 def pretrain(config: ElectraConfig, run: RunConfig) -> None:
     """Everything from a text to a trained model in the folder `run.out`."""
+    data.keep_memory()
     corpus = data.prepare(run.data, run.tokens, run.tokenizer, run.vocab, config.vocab_size)
     tokenizer, train, valid, fingerprint = corpus
     pad, _, cls, sep, mask = map(tokenizer.token_to_id, data.SPECIAL_TOKENS)
-    special = {"pad_id": pad, "cls_id": cls, "sep_id": sep, "mask_id": mask}
-    config = replace(config, vocab_size=tokenizer.get_vocab_size(), **special)
+    config = replace(config, pad_id=pad, cls_id=cls, sep_id=sep, mask_id=mask)
+    config.vocab_size = tokenizer.get_vocab_size()
     settings = asdict(run) | asdict(config) | {"text": fingerprint}
     out = Path(run.out)
     data.open_run(out, settings, tokenizer.to_str(pretty=True))
@@ -577,6 +593,8 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
         counts = np.bincount(train[:10_000_000], minlength=config.vocab_size) + 1.0
         model.generator.bias.data = torch.tensor(np.log(counts / counts.sum()), dtype=torch.float32)
     model.to(device).train()
+    if run.compile:
+        model.compile()
     optimizer = make_optimizer(model, run)
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
     autocast = torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32")
@@ -598,7 +616,10 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
 
     def get_batch(tokens: np.ndarray, first: int, rows: int, seed: int) -> tuple[Tensor, ...]:
         arrays = data.get_batch(tokens, first, rows, run.length, seed, config.cls_id, config.sep_id)
-        return tuple(torch.from_numpy(array).to(device) for array in arrays)
+        tensors = [torch.from_numpy(array) for array in arrays]
+        if device.type == "cuda":  # pinned memory is copied while the GPU works
+            tensors = [x.pin_memory() for x in tensors]
+        return tuple(x.to(device, non_blocking=True) for x in tensors)
 
     micro_batch = run.micro_batch or run.batch_size
     accumulation = run.batch_size // micro_batch
@@ -607,14 +628,7 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
     valid_batches = [get_batch(valid, i, min(micro_batch, held_out - i), 0) for i in starts]
     sentence = data.find_sentence(valid, tokenizer, run.length)
     lesson = torch.tensor([[config.cls_id, *sentence, config.sep_id]], device=device)
-    stop: list[int] = []  # Ctrl-C and SIGTERM finish the step and save; a second Ctrl-C does not
-
-    def request_stop(number: int, _: Any) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        stop.append(number)
-
-    signal.signal(signal.SIGINT, request_stop)
-    signal.signal(signal.SIGTERM, request_stop)
+    stop = data.catch_signals()
     metrics = data.open_metrics(out / "metrics.csv", step)
     bar = tqdm(total=run.steps, initial=step, unit="step", disable=None)
     saved = clock = time.perf_counter()
@@ -653,7 +667,8 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
         if log:
             speed = len(recent) * run.batch_size * run.length / (seconds - logged)
             recent, logged = [], seconds
-            row = [step, step * run.batch_size * run.length, seconds, rate, *means]
+            numbers = (step, step * run.batch_size * run.length, seconds, rate, *means)
+            row = dict(zip(data.METRICS, numbers, strict=False))
             status = f"generator {means[0]:.3f}, discriminator {means[1]:.4f}, {speed:,.0f} tok/s"
             bar.set_postfix_str(status)
             if bar.disable:  # no terminal: plain lines
@@ -661,12 +676,11 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
                 print(f"step {step:,} of {run.steps:,}: {status}, {left} left", flush=True)
             if evaluation:
                 result = evaluate(model, valid_batches, autocast)
-                row += result.values()
-                numbers = ", ".join(f"{k[6:]} {v:.3f}" for k, v in result.items())
-                bar.write(f"\nheld-out text after step {step:,}: {numbers}\n")
+                row |= result
+                shown = ", ".join(f"{k[6:]} {v:.3f}" for k, v in result.items())
+                bar.write(f"\nheld-out text after step {step:,}: {shown}\n")
                 bar.write(show_lesson(model, tokenizer, lesson))
-            row += [""] * (len(data.METRICS) - len(row))
-            metrics.write(",".join(x if x == "" else f"{x:.10g}" for x in row) + "\n")
+            metrics.writerow(row)
         if save:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             state |= {"scaler": scaler.state_dict(), "recent": recent, "step": step}
@@ -674,9 +688,7 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
             saved = time.perf_counter()
         clock = time.perf_counter()
     bar.close()
-    metrics.close()
-    finished = "--steps asks for more, --detect tries it out"
-    more = finished if step == run.steps else "the same command goes on from there"
+    more = "--steps asks for more" if step == run.steps else "the same command goes on from there"
     print(f"{out}: {step:,} of {run.steps:,} steps are done; {more}.")
 
 
@@ -697,14 +709,10 @@ def detect(out: Path, text: str) -> None:
 
 def parse_arguments(arguments: list[str] | None) -> tuple[ElectraConfig, RunConfig, str | None]:
     """The size's model and recipe, with what the command line says instead."""
-    about = "Pre-train ELECTRA. What is not given comes from the size: see SIZES in electra.py."
-    parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Pre-train ELECTRA on a text.", allow_abbrev=False)
     parser.add_argument("--detect", metavar="TEXT", help="show what looks replaced; - reads stdin")
-    for f in fields(RunConfig) + fields(ElectraConfig):
-        flag = {"action": argparse.BooleanOptionalAction} if f.default is False else {}
-        kind: dict[str, Any] = flag or {"type": type(f.default)}
-        if f.metadata:
-            parser.add_argument(f"--{f.name}", default=argparse.SUPPRESS, **f.metadata, **kind)
+    data.add_options(parser, RunConfig)
+    data.add_options(parser, ElectraConfig)
     given = vars(parser.parse_args(arguments))
     text = given.pop("detect")
     size = given.get("size", "small" if given.get("data") else "tiny")
@@ -730,21 +738,13 @@ def parse_arguments(arguments: list[str] | None) -> tuple[ElectraConfig, RunConf
     return config, run, text
 
 
-def main(arguments: list[str] | None = None) -> int:
-    try:
-        config, run, text = parse_arguments(arguments)
-        if text is None:
-            pretrain(config, run)
-        else:
-            detect(Path(run.out), text)
-    except data.InputError as error:
-        print(f"electra.py: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("electra.py: stopped; the same command goes on from there.", file=sys.stderr)
-        return 130
-    return 0
+def main(arguments: list[str] | None = None) -> None:
+    config, run, text = parse_arguments(arguments)
+    if text is None:
+        pretrain(config, run)
+    else:
+        detect(Path(run.out), text)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(data.run_program("electra.py", main))

@@ -209,6 +209,50 @@ def test_dropout_acts_in_training_only() -> None:
     assert not torch.equal(net.discriminator(ids), net.discriminator(ids))
 
 
+def test_dropout_drops_at_its_rate_and_keeps_the_mean() -> None:
+    torch.manual_seed(0)
+    x = torch.ones(1000, 1003, requires_grad=True)
+    y = electra.dropout(x, 0.1, training=True)
+    dropped = y == 0
+    assert dropped.float().mean().item() == pytest.approx(26 / 256, abs=1e-3)
+    assert y.mean().item() == pytest.approx(1, abs=1e-3)
+    assert torch.equal(y[~dropped], torch.full_like(y[~dropped], 256 / 230))
+    y.sum().backward()
+    assert torch.equal(x.grad, y)
+    assert torch.equal(electra.dropout(x, 0.1, training=False), x)
+
+
+def test_dropout_draws_every_element_on_its_own() -> None:
+    torch.manual_seed(0)
+    dropped = (electra.dropout(torch.ones(4000, 64), 0.5, training=True) == 0).float()
+    # 64 columns: eight words of eight random bytes. No byte and no bit depends on another.
+    correlation = torch.corrcoef(dropped.T) - torch.eye(64)
+    assert correlation.abs().max() < 5 / math.sqrt(4000)
+    assert torch.corrcoef(torch.stack([dropped[:-1].flatten(), dropped[1:].flatten()]))[
+        0, 1
+    ].abs() < 5 / math.sqrt(64 * 4000)
+    assert (dropped.mean(0) - 0.5).abs().max() < 5 * 0.5 / math.sqrt(4000)
+
+
+def test_the_fused_attention_kernel_gives_the_formulas_values_and_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ids, mask = padded(sentences(4, 40), [40, 30, 20, 3])
+    mask[3] = 0  # nothing to look at: must stay finite
+    results = []
+    for fused in ((), ("cpu",)):
+        monkeypatch.setattr(electra, "FUSED_ATTENTION", fused)
+        net = model().discriminator
+        logits = net(ids, mask)
+        (logits * mask).sum().backward()
+        results.append((logits.detach(), [p.grad for p in net.parameters()]))
+    (logits, grads), (fused_logits, fused_grads) = results
+    assert torch.allclose(logits[:3], fused_logits[:3], atol=1e-4)
+    assert fused_logits.isfinite().all()
+    for grad, fused_grad in zip(grads, fused_grads, strict=True):
+        assert torch.allclose(grad, fused_grad, atol=1e-3)
+
+
 def test_initial_weights_are_truncated_normal_with_the_papers_exceptions() -> None:
     torch.manual_seed(0)
     net = Electra(dataclasses.replace(SIZES["small"][0], num_layers=1))
@@ -506,6 +550,31 @@ def test_micro_batches_give_the_gradient_of_one_big_batch(monkeypatch: pytest.Mo
         (small(part).loss / 4).backward()
     for (name, p), q in zip(big.named_parameters(), small.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, atol=2e-5, rtol=1e-4, msg=name)
+
+
+def test_bf16_training_stays_near_float32() -> None:
+    def losses(enabled: bool) -> Tensor:
+        net = Electra(dataclasses.replace(TINY, init_std=0.06, embedding_std=0.05)).train()
+        optimizer = electra.make_optimizer(net, RunConfig())
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 1e-3
+        history = []
+        for step in range(200):
+            torch.manual_seed(step)
+            ids = sentences(8, 32, seed=step % 20)
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                out = net(ids)
+            out.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            history.append(torch.stack([out.generator_loss, out.discriminator_loss]).detach())
+        return torch.stack(history[-20:]).mean(0)
+
+    torch.manual_seed(0)
+    full = losses(False)
+    torch.manual_seed(0)
+    mixed = losses(True)
+    assert torch.allclose(full, mixed, rtol=0.02)
+    assert full[0] < 4.55  # log 95 is 4.55: it has learned
 
 
 # ---------------------------------------------------------------------------- 6. Evaluation
@@ -841,13 +910,13 @@ def test_a_run_stopped_and_continued_ends_with_the_weights_of_one_never_stopped(
 ) -> None:
     # The learning rate depends on the number of steps: stop it with a signal instead.
     program = (
-        "import sys, signal, os, electra; sys.argv[0] = 'electra.py'\n"
+        "import sys, signal, os, data, electra; sys.argv[0] = 'electra.py'\n"
         "step = electra.learning_rate\n"
         "def stop_at_3(number, run):\n"
         "    if number == 3: os.kill(os.getpid(), signal.SIGINT)\n"
         "    return step(number, run)\n"
         "electra.learning_rate = stop_at_3\n"
-        "sys.exit(electra.main())"
+        "sys.exit(data.run_program('electra.py', electra.main))"
     )
     command = [sys.executable, "-c", program, *SMALL_RUN, "--out", "stopped"]
     environment = os.environ | {"PYTHONPATH": str(Path(electra.__file__).parent)}
@@ -891,9 +960,9 @@ def test_detect_prints_every_token_with_a_probability(finished: Path) -> None:
 def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_checkpoint(finished: Path) -> None:
     before = (finished / "out" / "checkpoint.pt").read_bytes()
     program = (
-        "import sys, math, electra; rate = electra.learning_rate\n"
+        "import sys, math, data, electra; rate = electra.learning_rate\n"
         "electra.learning_rate = lambda step, run: math.nan if step == 10 else rate(step, run)\n"
-        "sys.exit(electra.main())"
+        "sys.exit(data.run_program('electra.py', electra.main))"
     )
     command = [sys.executable, "-c", program, *SMALL_RUN, "--steps", "20"]
     environment = os.environ | {"PYTHONPATH": str(Path(electra.__file__).parent)}
@@ -945,7 +1014,7 @@ def test_bad_input_gets_one_line_and_exit_code_2(
     if content is not None:
         (tmp_path / "text.txt").write_bytes(content)
     try:
-        code = electra.main(arguments)
+        code = data.run_program("electra.py", lambda: electra.main(arguments))
     except SystemExit as stop:  # argparse's own
         code = stop.code
     error = capsys.readouterr().err
@@ -1593,12 +1662,12 @@ def test_pairs_of_mrpc_and_sts_b_are_trained_in_both_orders(
             label = LABELS.get(task, ["1"])[0]
             write_glue_file(finished / "pairs", task, file, [("of", "the")], [label])
     arguments = ["--glue", "pairs", "--epochs", "1", "--task"]
-    assert train_glue.main([*arguments, "MRPC,STS-B,QQP"]) == 0
+    train_glue.main([*arguments, "MRPC,STS-B,QQP"])
     assert [len(train.ids) for train in seen] == [2, 2, 1]
     first, swapped = (ids.tolist() for ids in seen[0].ids)
     assert first[1] == swapped[3]
     assert first[3] == swapped[1]
-    assert train_glue.main([*arguments, "MRPC", "--no-double_pairs"]) == 0
+    train_glue.main([*arguments, "MRPC", "--no-double_pairs"])
     assert len(seen[-1].ids) == 1
 
 

@@ -27,7 +27,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -569,10 +569,7 @@ def classify_texts(options: GlueConfig) -> None:
 # ---- The command line --------------------------------------------------------------------------
 def parse_arguments(arguments: list[str] | None) -> GlueConfig:
     parser = argparse.ArgumentParser(description="Fine-tune ELECTRA on GLUE.", allow_abbrev=False)
-    for f in fields(GlueConfig):
-        flag = {"action": argparse.BooleanOptionalAction} if isinstance(f.default, bool) else {}
-        kind: dict[str, Any] = flag or {"type": type(f.default)}
-        parser.add_argument(f"--{f.name}", default=f.default, **f.metadata, **kind)
+    data.add_options(parser, GlueConfig)
     options = GlueConfig(**vars(parser.parse_args(arguments)))
     tasks = TASKS if options.task == "all" else options.task.split(",")
     for wrong, problem in (
@@ -615,38 +612,36 @@ def load_start(options: GlueConfig) -> tuple[Start, str]:
     return start, settings["size"]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    try:
-        options = parse_arguments(arguments)
-        precision = choose_precision(options.precision, choose_device(options.device))
-        options = replace(options, precision=precision)
-        if options.classify:
-            classify_texts(options)
-            return 0
-        start, size = load_start(options)
-        rate, decay = RECIPES[size]
-        options = replace(
-            options,
-            learning_rate=options.learning_rate or rate,
-            layer_decay=options.layer_decay or decay,
-            length=min(options.length, start.config.max_positions),
-        )
-        folder = run_folder(options) / "glue"
-        results = {task: run_task(task, start, options, folder) for task in options.task.split(",")}
-        results = {task: rows for task, rows in results.items() if rows}
-        if not results:
-            raise InputError(f"{options.glue}: no task can be run. Fetch them: python data.py glue")
-        print_table(results)
-        if options.predict:
-            write_submission(options, folder)
-    except InputError as error:
-        print(f"train_glue.py: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("train_glue.py: stopped; the same command goes on from there.", file=sys.stderr)
-        return 130
-    return 0
+def sweep(options: GlueConfig) -> None:
+    """All tasks with all seeds, and what is to be said about them at the end."""
+    start, size = load_start(options)
+    rate, decay = RECIPES[size]
+    options = replace(
+        options,
+        learning_rate=options.learning_rate or rate,
+        layer_decay=options.layer_decay or decay,
+        length=min(options.length, start.config.max_positions),
+    )
+    folder = run_folder(options) / "glue"
+    results = {task: run_task(task, start, options, folder) for task in options.task.split(",")}
+    results = {task: rows for task, rows in results.items() if rows}
+    if not results:
+        raise InputError(f"{options.glue}: no task can be run. Fetch them: python data.py glue")
+    print_table(results)
+    if options.predict:
+        write_submission(options, folder)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    data.keep_memory()
+    precision = choose_precision(options.precision, choose_device(options.device))
+    options = replace(options, precision=precision)
+    if options.classify:
+        classify_texts(options)
+    else:
+        sweep(options)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(data.run_program("train_glue.py", main))
