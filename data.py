@@ -29,10 +29,12 @@ import urllib.request
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+import torch
 from tokenizers import (
     Tokenizer,
     decoders,
@@ -63,6 +65,31 @@ def keep_memory() -> None:
     if mallopt:
         mallopt(-4, 0)  # M_MMAP_MAX: no block of its own for a large tensor
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: what is free stays
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Write, sync, rename. The one before stays as <name>.old: one of the two is always whole."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    if path.exists():
+        os.replace(path, path.with_name(path.name + ".old"))
+    os.replace(temporary, path)
+
+
+def load_checkpoint(path: Path) -> dict[str, Any] | None:
+    """The newest whole checkpoint, None where there never was one. It is read, never executed."""
+    found = [p for p in (path, path.with_name(path.name + ".old")) if p.exists()]
+    for candidate in found:
+        try:
+            return torch.load(candidate, map_location="cpu", weights_only=True)
+        except Exception as error:  # noqa: BLE001, torch raises many kinds for a damaged file
+            print(f"{candidate} is damaged: {str(error)!r:.60}", file=sys.stderr)
+    if found:
+        raise InputError(f"{path}: no whole checkpoint left. Move it away to begin anew.")
+    return None
 
 
 def run_program(name: str, work: Callable[[], None]) -> int:
@@ -322,6 +349,35 @@ def prepare(text: str, tokens: str, tokenizer: str, vocab: str, vocab_size: int)
     return Corpus(load_tokenizer(tokenizer_path), train, valid, meta["text"])
 
 
+class TextBatch(NamedTuple):
+    """Some pieces of a text that are encoded together."""
+
+    pieces: list[str]
+    begins: list[bool]  # whether a piece begins a document
+    offset: int  # bytes of the text up to their end
+    between_documents: bool  # whether the text behind them begins a document
+
+
+def read_batches(path: Path, meta: dict[str, Any]) -> Iterator[TextBatch]:
+    """The text behind meta["offset"], about PIECE bytes at a time."""
+    pieces, begins, amount = [], [], 0
+    begin, offset = meta["between_documents"], meta["offset"]
+    with path.open("rb") as text:
+        text.seek(offset)
+        for piece, offset in read_pieces(text):
+            if piece.strip():
+                pieces.append(decode(piece, offset, path))
+                begins.append(begin)
+                begin = not meta["blank_lines"] and piece.endswith(b"\n")
+            elif piece.endswith(b"\n"):
+                begin = True
+            amount += len(piece)
+            if amount >= PIECE:
+                yield TextBatch(pieces, begins, offset, begin)
+                pieces, begins, amount = [], [], 0
+    yield TextBatch(pieces, begins, offset, begin)
+
+
 def encode_text(path: Path, folder: Path, meta: dict[str, Any]) -> None:
     """Append the tokens of the text behind meta["offset"], a batch of pieces at a time.
 
@@ -341,16 +397,13 @@ def encode_text(path: Path, folder: Path, meta: dict[str, Any]) -> None:
         files[split].write(ids.tobytes())
         meta[split] += len(ids)
 
-    def save(offset: int) -> None:
+    def save() -> None:
         for file in files.values():
             file.flush()
-        progress.update(offset - meta["offset"])
-        meta["offset"] = offset
         write_atomically(folder / "meta.json", json.dumps(meta, indent=1))
 
-    def encode(pieces: list[str], begins: list[bool]) -> None:
-        encodings = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
-        for encoding, begin in zip(encodings, begins, strict=True):
+    def write(batch: TextBatch, job: Future) -> None:
+        for encoding, begin in zip(job.result(), batch.begins, strict=True):
             if begin:
                 if meta["documents"] > 0:
                     append(end)
@@ -358,24 +411,19 @@ def encode_text(path: Path, folder: Path, meta: dict[str, Any]) -> None:
                 if meta["documents"] % HELD_OUT != 0:
                     meta["last_document"] = meta["train"]
             append(np.array(encoding.ids, dtype=dtype))
+        progress.update(batch.offset - meta["offset"])
+        meta["offset"], meta["between_documents"] = batch.offset, batch.between_documents
+        save()
 
-    with path.open("rb") as text:
-        text.seek(meta["offset"])
-        pieces, begins, amount = [], [], 0
-        for piece, offset in read_pieces(text):
-            if piece.strip():
-                pieces.append(decode(piece, offset, path))
-                begins.append(meta["between_documents"])
-                meta["between_documents"] = not meta["blank_lines"] and piece.endswith(b"\n")
-            elif piece.endswith(b"\n"):
-                meta["between_documents"] = True
-            amount += len(piece)
-            if amount >= PIECE:
-                encode(pieces, begins)
-                save(offset)
-                pieces, begins, amount = [], [], 0
-        encode(pieces, begins)
-        append(end)
+    with ThreadPoolExecutor(1) as pool:  # encodes a batch while the one before it is written
+        previous = None
+        for batch in read_batches(path, meta):
+            job = pool.submit(tokenizer.encode_batch_fast, batch.pieces, add_special_tokens=False)
+            if previous:
+                write(*previous)
+            previous = batch, job
+        write(*previous)
+    append(end)
     if meta["valid"] == 0:
         # Fewer than 100 documents: hold out the last, or the end of the only one. train.bin keeps
         # these tokens behind meta["train"], so that a crash right here can be made good.
@@ -385,7 +433,7 @@ def encode_text(path: Path, folder: Path, meta: dict[str, Any]) -> None:
         files["valid"].write(tail.tobytes())
         meta["train"], meta["valid"] = start, len(tail)
     meta["complete"] = True
-    save(size)
+    save()
     progress.close()
     for file in files.values():
         file.close()

@@ -33,7 +33,6 @@ Shapes: B batch, L length, E embedding width, D hidden width, H heads, V vocabul
 import argparse
 import json
 import math
-import os
 import sys
 import textwrap
 import time
@@ -503,31 +502,14 @@ def show_lesson(model: Electra, tokenizer: Any, ids: Tensor) -> str:
     return data.show_tokens(tokenizer, rows, out.discriminator_logits[0].sigmoid().tolist())
 
 
-# ---- 7. Checkpoints. -----------------------------------------------------------------------------
-def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write, sync, rename: whatever happens, `path` is a whole checkpoint, the old or the new."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def load_checkpoint(path: Path) -> dict[str, Any]:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # noqa: BLE001, torch raises many kinds for a damaged file
-        raise data.InputError(f"{path}: damaged ({str(error)!r:.60}). Move it away.") from None
-
-
+# ---- 7. A trained model. -------------------------------------------------------------------------
 def load_run(out: Path) -> tuple[Electra, Any, dict[str, Any]]:
     """Model, tokenizer and settings of a run; settings["step"] says how far it was trained."""
-    if not (out / "checkpoint.pt").exists():
+    state = data.load_checkpoint(out / "checkpoint.pt")
+    if state is None:
         raise data.InputError(f"{out}: no trained model. Train one: python electra.py --out {out}")
     settings = json.loads((out / "config.json").read_text())
     model = Electra(ElectraConfig(**{f.name: settings[f.name] for f in fields(ElectraConfig)}))
-    state = load_checkpoint(out / "checkpoint.pt")
     model.load_state_dict(state["model"])
     tokenizer = data.load_tokenizer(out / "tokenizer.json")
     return model.eval(), tokenizer, settings | {"step": state["step"]}
@@ -600,8 +582,8 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
     autocast = torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32")
     step, seconds, logged = 0, 0.0, 0.0  # time spent training, and that of the last row logged
     recent: list[Tensor] = []  # losses since that row; they stay on the device
-    if (out / "checkpoint.pt").exists():
-        state = load_checkpoint(out / "checkpoint.pt")
+    state = data.load_checkpoint(out / "checkpoint.pt")
+    if state is not None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         scaler.load_state_dict(state["scaler"])
@@ -684,7 +666,8 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
         if save:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             state |= {"scaler": scaler.state_dict(), "recent": recent, "step": step}
-            save_checkpoint(out / "checkpoint.pt", state | {"seconds": seconds, "logged": logged})
+            state |= {"seconds": seconds, "logged": logged}
+            data.save_checkpoint(out / "checkpoint.pt", state)
             saved = time.perf_counter()
         clock = time.perf_counter()
     bar.close()

@@ -49,11 +49,9 @@ from electra import (
     choose_device,
     choose_precision,
     learning_rate,
-    load_checkpoint,
     load_run,
     mean_ranks,
     option,
-    save_checkpoint,
 )
 
 TASKS = [task for task in GLUE if task != "diagnostic"]
@@ -450,7 +448,7 @@ def save_model(folder: Path, model: Classifier, start: Start, settings: dict[str
     folder.mkdir(parents=True, exist_ok=True)
     labels = GLUE[settings["task"]].labels
     config = settings | {"labels": labels, "model": asdict(start.config)}
-    save_checkpoint(folder / "model.pt", {"model": model.state_dict()})
+    data.save_checkpoint(folder / "model.pt", {"model": model.state_dict()})
     data.write_atomically(folder / "tokenizer.json", start.tokenizer.to_str(pretty=True))
     data.write_atomically(folder / "config.json", json.dumps(config, indent=1))
 
@@ -472,7 +470,7 @@ def load_model(folder: Path) -> tuple[Classifier, Tokenizer, dict[str, Any]]:
     tokenizer = data.load_tokenizer(folder / "tokenizer.json")
     start = Start(ElectraConfig(**settings["model"]), tokenizer, None, "", 0)
     model = new_classifier(start, settings["task"], settings["head"])
-    model.load_state_dict(load_checkpoint(folder / "model.pt")["model"])
+    model.load_state_dict(data.load_checkpoint(folder / "model.pt")["model"])
     return model.eval(), tokenizer, settings
 
 
