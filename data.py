@@ -8,9 +8,11 @@ which every document ends with [SEP]. They are memory-mapped: a corpus may be la
 
 import argparse
 import ast
+import contextlib
 import csv
 import ctypes
 import dataclasses
+import datetime
 import hashlib
 import http.client
 import importlib.util
@@ -96,6 +98,8 @@ def run_program(name: str, work: Callable[[], None]) -> int:
     """Exit code of a program: 0; 2 after one line about a bad input; 130 after Ctrl-C."""
     try:
         work()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     except InputError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
@@ -116,6 +120,40 @@ def catch_signals() -> list[int]:
     signal.signal(signal.SIGINT, catch)
     signal.signal(signal.SIGTERM, catch)
     return caught
+
+
+def join_processes() -> tuple[int, int]:
+    """Rank of this process and how many there are, as torchrun says; 0 and 1 without it."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return 0, 1
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # The others wait while the first prepares a text, for hours if it is a large one.
+    torch.distributed.init_process_group(timeout=datetime.timedelta(days=1))
+    rank = torch.distributed.get_rank()
+    if rank > 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, one process speaks for all
+    return rank, world
+
+
+@contextlib.contextmanager
+def first_process_first(rank: int, world: int) -> Iterator[None]:
+    """What is in this block is done by the first process, and only then by the others."""
+    if rank > 0:
+        torch.distributed.barrier()
+    yield
+    if rank == 0 and world > 1:
+        torch.distributed.barrier()
+
+
+def any_process(caught: list[int], device: torch.device) -> bool:
+    """Whether one of the processes has caught a signal: they have to stop at the same step."""
+    if not torch.distributed.is_initialized():
+        return bool(caught)
+    flag = torch.tensor(float(bool(caught)), device=device)
+    torch.distributed.all_reduce(flag)
+    return bool(flag > 0)
 
 
 def add_options(parser: argparse.ArgumentParser, config: type) -> None:
@@ -539,7 +577,7 @@ MAY_CHANGE = {
 }  # fmt: skip
 
 
-def open_run(out: Path, settings: dict[str, Any], tokenizer: str) -> None:
+def open_run(out: Path, settings: dict[str, Any], tokenizer: str, write: bool) -> None:
     """Make the run's folder, or check that it holds this very run."""
     if (out / "config.json").exists():
         then = json.loads((out / "config.json").read_text())
@@ -549,16 +587,18 @@ def open_run(out: Path, settings: dict[str, Any], tokenizer: str) -> None:
             problems.append("the tokenizer is another one")
         if problems:
             raise InputError(f"{out} holds another run: {'; '.join(problems)}. Change --out.")
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / "tokenizer.json", tokenizer)
-    write_atomically(out / "config.json", json.dumps(settings, indent=1))
+    if write:
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomically(out / "tokenizer.json", tokenizer)
+        write_atomically(out / "config.json", json.dumps(settings, indent=1))
 
 
 def open_metrics(path: Path, step: int) -> csv.DictWriter:
     """A writer of rows behind those of metrics.csv, less what a crash left there after `step`."""
     lines = path.read_text().splitlines() if path.exists() else [",".join(METRICS)]
     kept = lines[:1] + [line for line in lines[1:] if int(line.split(",")[0]) <= step]
-    write_atomically(path, "\n".join(kept) + "\n")
+    if path.is_file() or not path.exists():  # not the null device of the other processes
+        write_atomically(path, "\n".join(kept) + "\n")
     file = path.open("a", buffering=1, newline="")  # each row is in the file at once
     return csv.DictWriter(file, METRICS, lineterminator="\n")
 

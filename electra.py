@@ -33,10 +33,12 @@ Shapes: B batch, L length, E embedding width, D hidden width, H heads, V vocabul
 import argparse
 import json
 import math
+import os
 import sys
 import textwrap
 import time
 import timeit
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +47,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import data
@@ -539,9 +542,12 @@ def choose_precision(name: str, device: torch.device) -> str:
     return min(x, key=lambda p: min(timeit.repeat(lambda: x[p] @ x[p], number=1, repeat=10)))
 
 
-def mean_losses(recent: list[Tensor], step: int, fp16: bool) -> list[float]:
+def mean_losses(recent: list[Tensor], step: int, fp16: bool, world: int) -> list[float]:
     """Mean losses of the steps up to `step`; stops the run at the first that is not finite."""
-    values = torch.stack(recent).cpu()  # (steps, 3): both losses and the gradient's norm
+    values = torch.stack(recent)  # (steps, 3): both losses and the gradient's norm
+    if world > 1:
+        torch.distributed.all_reduce(values)  # a sum
+    values = values.cpu() / world
     # In fp16 a gradient may overflow: GradScaler leaves such a step out and lowers its scale.
     bad = (~values[:, : 2 if fp16 else 3].isfinite().all(1)).nonzero()
     if len(bad):
@@ -557,14 +563,16 @@ def mean_losses(recent: list[Tensor], step: int, fp16: bool) -> list[float]:
 def pretrain(config: ElectraConfig, run: RunConfig) -> None:
     """Everything from a text to a trained model in the folder `run.out`."""
     data.keep_memory()
-    corpus = data.prepare(run.data, run.tokens, run.tokenizer, run.vocab, config.vocab_size)
-    tokenizer, train, valid, fingerprint = corpus
-    pad, _, cls, sep, mask = map(tokenizer.token_to_id, data.SPECIAL_TOKENS)
-    config = replace(config, pad_id=pad, cls_id=cls, sep_id=sep, mask_id=mask)
-    config.vocab_size = tokenizer.get_vocab_size()
-    settings = asdict(run) | asdict(config) | {"text": fingerprint}
+    rank, world = data.join_processes()  # 0 and 1 without torchrun
     out = Path(run.out)
-    data.open_run(out, settings, tokenizer.to_str(pretty=True))
+    with data.first_process_first(rank, world):
+        corpus = data.prepare(run.data, run.tokens, run.tokenizer, run.vocab, config.vocab_size)
+        tokenizer, train, valid, fingerprint = corpus
+        pad, _, cls, sep, mask = map(tokenizer.token_to_id, data.SPECIAL_TOKENS)
+        config = replace(config, pad_id=pad, cls_id=cls, sep_id=sep, mask_id=mask)
+        config.vocab_size = tokenizer.get_vocab_size()
+        settings = asdict(run) | asdict(config) | {"text": fingerprint}
+        data.open_run(out, settings, tokenizer.to_str(pretty=True), write=rank == 0)
 
     # Model and optimiser, where they start or where they stopped.
     device = choose_device(run.device)
@@ -589,6 +597,9 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
         scaler.load_state_dict(state["scaler"])
         step, seconds, logged = state["step"], state["seconds"], state["logged"]
         recent = [losses.to(device) for losses in state["recent"]]
+    # One module whose forward gives the loss: each process takes its share of a batch, backward
+    # averages the gradients.
+    network = DistributedDataParallel(model) if world > 1 else model
 
     print(textwrap.fill(", ".join(f"{k} {v}" for k, v in settings.items() if v != ""), 100))
     for part in ("generator", "discriminator", "together"):
@@ -603,31 +614,35 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
             tensors = [x.pin_memory() for x in tensors]
         return tuple(x.to(device, non_blocking=True) for x in tensors)
 
-    micro_batch = run.micro_batch or run.batch_size
-    accumulation = run.batch_size // micro_batch
+    micro_batch = run.micro_batch or run.batch_size // world
+    accumulation = run.batch_size // (micro_batch * world)
     held_out = min(run.eval_sequences, data.sequences_per_epoch(len(valid), run.length))
     starts = range(0, held_out, micro_batch)
     valid_batches = [get_batch(valid, i, min(micro_batch, held_out - i), 0) for i in starts]
     sentence = data.find_sentence(valid, tokenizer, run.length)
     lesson = torch.tensor([[config.cls_id, *sentence, config.sep_id]], device=device)
     stop = data.catch_signals()
-    metrics = data.open_metrics(out / "metrics.csv", step)
-    bar = tqdm(total=run.steps, initial=step, unit="step", disable=None)
+    metrics = data.open_metrics(out / "metrics.csv" if rank == 0 else Path(os.devnull), step)
+    bar = tqdm(total=run.steps, initial=step, unit="step", disable=True if rank else None)
     saved = clock = time.perf_counter()
-    while step < run.steps and not stop:
+    stopping = False
+    while step < run.steps and not stopping:
         # One step. Everything random in it follows from the seed and its number.
         step += 1
         rate = learning_rate(step, run)
         for group in optimizer.param_groups:
             group["lr"] = rate
         losses = torch.zeros(3, device=device)
-        for micro in range(accumulation):
+        for micro in range(rank * accumulation, (rank + 1) * accumulation):
             first = (step - 1) * run.batch_size + micro * micro_batch
             ids, token_type_ids = get_batch(train, first, micro_batch, run.seed)
             torch.manual_seed(hash((run.seed, step, micro)))
-            with autocast:
-                output = model(ids, token_type_ids=token_type_ids)
-            scaler.scale(output.loss / accumulation).backward()
+            # Gradients are exchanged once a step, and the forward pass has to know it, too.
+            last = world == 1 or micro == (rank + 1) * accumulation - 1
+            with nullcontext() if last else network.no_sync():
+                with autocast:
+                    output = network(ids, token_type_ids=token_type_ids)
+                scaler.scale(output.loss / accumulation).backward()
             pair = torch.stack([output.generator_loss, output.discriminator_loss])
             losses[:2] += pair.detach() / accumulation
         scaler.unscale_(optimizer)  # so that the gradient itself is clipped
@@ -641,10 +656,11 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
         # Now and then look at it: reading a loss makes a GPU wait, so not at every step.
         evaluation = step == run.steps or step % run.eval_every == 0
         log = evaluation or step % run.log_every == 0
-        save = evaluation or bool(stop) or time.perf_counter() - saved > 60 * run.save_minutes
+        stopping = data.any_process(stop, device) if log or world == 1 else False
+        save = evaluation or stopping or log and time.perf_counter() - saved > 60 * run.save_minutes
         if not (log or save):
             continue
-        means = mean_losses(recent, step, precision == "fp16")
+        means = mean_losses(recent, step, precision == "fp16", world)
         seconds += time.perf_counter() - clock
         if log:
             speed = len(recent) * run.batch_size * run.length / (seconds - logged)
@@ -663,7 +679,7 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
                 bar.write(f"\nheld-out text after step {step:,}: {shown}\n")
                 bar.write(show_lesson(model, tokenizer, lesson))
             metrics.writerow(row)
-        if save:
+        if save and rank == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             state |= {"scaler": scaler.state_dict(), "recent": recent, "step": step}
             state |= {"seconds": seconds, "logged": logged}
@@ -705,11 +721,12 @@ def parse_arguments(arguments: list[str] | None) -> tuple[ElectraConfig, RunConf
     given = given if given.get("data") else DEMO | given
     of_model = {name: given.pop(name) for name in list(given) if hasattr(config, name)}
     config, run = replace(config, **of_model), replace(run, **given)
+    share = (run.micro_batch or 1) * int(os.environ.get("WORLD_SIZE", "1"))
     width, every = generator_config(config), (run.log_every, run.eval_every, run.eval_sequences)
     for wrong, problem in (
         (not 8 <= run.length <= config.max_positions, "--length must be 8 to --max_positions"),
         (min(run.batch_size, run.steps, *every) < 1, "sizes and intervals must be at least 1"),
-        (run.batch_size % (run.micro_batch or 1), "--micro_batch must divide --batch_size"),
+        (run.batch_size % share, "--micro_batch, times the processes, must divide --batch_size"),
         (config.hidden_size % config.num_heads, "--num_heads must divide --hidden_size"),
         (width.hidden_size % width.num_heads, "a generator of this width cannot have its heads"),
         (config.share_encoder and width != config, "--share_encoder needs --generator_size 1"),

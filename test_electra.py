@@ -939,6 +939,59 @@ def test_a_run_stopped_and_continued_ends_with_the_weights_of_one_never_stopped(
     assert losses("out") == losses("stopped")
 
 
+def run_processes(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """Two processes on this machine, as torchrun starts them."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [sys.executable, *launcher, str(Path(electra.__file__).resolve()), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, check=False, cwd=folder, capture_output=True, text=True, timeout=240,
+        env=environment,
+    )  # fmt: skip
+
+
+def weights_and_metrics(folder: Path) -> tuple[dict[str, Tensor], list[list[str]]]:
+    state = data.load_checkpoint(folder / "checkpoint.pt")
+    assert state is not None
+    lines = (folder / "metrics.csv").read_text().splitlines()
+    skipped = data.METRICS.index("seconds")
+    rows = [line.split(",") for line in lines[1:]]
+    return state["model"], [row[:skipped] + row[skipped + 1 :] for row in rows]
+
+
+def test_two_processes_train_as_one_and_a_run_may_change_their_number(finished: Path) -> None:
+    run = [*SMALL_RUN, "--batch_size", "8", "--out"]  # micro-batches of 2: four, or twice two
+    one = run_program(finished, *run, "one")
+    assert one.returncode == 0, one.stderr
+    two = run_processes(finished, *run, "two")
+    assert two.returncode == 0, two.stderr
+    assert two.stdout.count("step 8 of 8") == 1
+    weights, rows = weights_and_metrics(finished / "one")
+    same_weights, same_rows = weights_and_metrics(finished / "two")
+    for name, value in weights.items():
+        assert torch.allclose(value, same_weights[name], atol=1e-5), name
+    assert [row[0] for row in rows] == [row[0] for row in same_rows]
+    for row, same in zip(rows, same_rows, strict=True):
+        numbers = [(float(x), float(y)) for x, y in zip(row, same, strict=True) if x]
+        assert all(x == pytest.approx(y, abs=1e-3) for x, y in numbers)
+    # Longer, on one process and on two: the schedule is another one, but the same for both.
+    for out, program in (("one", run_processes), ("two", run_program)):
+        result = program(finished, *run, out, "--steps", "12")
+        assert result.returncode == 0, result.stderr
+    weights, rows = weights_and_metrics(finished / "one")
+    same_weights, same_rows = weights_and_metrics(finished / "two")
+    assert len(rows) == len(same_rows) == 6
+    for name, value in weights.items():
+        assert torch.allclose(value, same_weights[name], atol=1e-5), name
+
+
+def test_the_error_of_one_process_ends_all(finished: Path) -> None:
+    result = run_processes(finished, *SMALL_RUN, "--out", "three", "--batch_size", "2")
+    assert result.returncode != 0
+    assert "must divide --batch_size" in result.stderr
+    assert not (finished / "three").exists()
+
+
 def test_settings_that_matter_may_not_change_when_a_run_goes_on(finished: Path) -> None:
     result = run_program(finished, *SMALL_RUN, "--batch_size", "8")
     assert result.returncode == 2
@@ -997,7 +1050,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_checkpoint(finis
         (
             b"some words\n",
             ["--data", "text.txt", "--micro_batch", "3"],
-            "--micro_batch must divide --batch_size",
+            "--micro_batch, times the processes, must divide --batch_size",
         ),
         (b"some words\n", ["--detect", "hello", "--out", "nothing"], "nothing: no trained model"),
     ],
