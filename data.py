@@ -33,7 +33,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
 import numpy as np
 import torch
@@ -47,6 +47,11 @@ from tokenizers import (
     trainers,
 )
 from tqdm import tqdm
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PIECE = 1 << 20  # bytes of text that are looked at at once, however long the lines
@@ -94,14 +99,37 @@ def load_checkpoint(path: Path) -> dict[str, Any] | None:
     return None
 
 
+def lock(folder: Path, wait: bool) -> TextIO:
+    """Keep a folder to this process until the file is closed or the process ends, however it ends.
+
+    If another process has it: wait, or InputError. (Without effect where the system has no flock.)
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / ".lock").open("w")
+    try:
+        if fcntl:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if not wait:
+            raise InputError(
+                f"{folder}: another process works there. Choose another --out."
+            ) from None
+        print(f"{folder}: waiting for another process that prepares it", flush=True)
+        fcntl.flock(file, fcntl.LOCK_EX)
+    return file
+
+
 def run_program(name: str, work: Callable[[], None]) -> int:
     """Exit code of a program: 0; 2 after one line about a bad input; 130 after Ctrl-C."""
     try:
         work()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-    except InputError as error:
+    except (InputError, OSError) as error:  # a full disk is an OSError
         print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except torch.OutOfMemoryError as error:
+        print(f"{name}: {error!s:.60}: choose a smaller --micro_batch.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{name}: stopped; the same command goes on from there.", file=sys.stderr)
@@ -339,7 +367,18 @@ def prepare(text: str, tokens: str, tokenizer: str, vocab: str, vocab_size: int)
         raise InputError(f"{path}: {what}. --data takes one UTF-8 text file.")
     if not os.access(path, os.R_OK):
         raise InputError(f"{path}: cannot be read. Check its permissions.")
-    asked = vocab or tokenizer
+    if path.stat().st_size == 0 or not any(line.strip() for line in sample_lines(path)):
+        raise InputError(f"{path}: no text in it. Give a file with some megabytes of text.")
+    with lock(folder, wait=True):
+        meta = open_folder(path, folder, vocab or tokenizer, vocab_size)
+        if not meta["complete"]:
+            encode_text(path, folder, meta)
+    train, valid = (open_tokens(folder, split, meta) for split in ("train", "valid"))
+    return Corpus(load_tokenizer(folder / "tokenizer.json"), train, valid, meta["text"])
+
+
+def open_folder(path: Path, folder: Path, asked: str, vocab_size: int) -> dict[str, Any]:
+    """What meta.json says, if it fits what is asked; or a new tokenizer and a new meta.json."""
     wanted: dict[str, Any] = {"text": fingerprint(path), "tokenizer": asked}
     if asked in ("wordpiece", "bpe"):
         wanted["vocab_size"] = vocab_size
@@ -357,34 +396,28 @@ def prepare(text: str, tokens: str, tokenizer: str, vocab: str, vocab_size: int)
             raise InputError(
                 f"{tokenizer_path}: not the tokenizer of these tokens. Delete {folder}."
             )
+        return meta
+    if asked in ("wordpiece", "bpe"):
+        print(f"training a {asked} tokenizer of {vocab_size:,} entries on {path}", flush=True)
+        trained = train_tokenizer(sample_lines(path), asked, vocab_size)
+        finish_tokenizer(trained, path)
     else:
-        if path.stat().st_size == 0 or not any(line.strip() for line in sample_lines(path)):
-            raise InputError(f"{path}: no text in it. Give a file with some megabytes of text.")
-        folder.mkdir(parents=True, exist_ok=True)
-        if asked in ("wordpiece", "bpe"):
-            print(f"training a {asked} tokenizer of {vocab_size:,} entries on {path}", flush=True)
-            trained = train_tokenizer(sample_lines(path), asked, vocab_size)
-            finish_tokenizer(trained, path)
-        else:
-            trained = load_tokenizer(Path(asked))
-        write_atomically(tokenizer_path, trained.to_str(pretty=True))
-        meta = wanted | {
-            "tokenizer_sha256": hashlib.sha256(tokenizer_path.read_bytes()).hexdigest(),
-            "blank_lines": has_blank_lines(path),
-            "dtype": "<u2" if trained.get_vocab_size() <= 65536 else "<u4",
-            "complete": False,
-            "offset": 0,  # bytes of the text that are done
-            "between_documents": True,  # whether the text behind them begins a document
-            "documents": 0,  # begun so far
-            "last_document": 0,  # where the last one in train.bin begins, in tokens
-            "train": 0,  # tokens in train.bin
-            "valid": 0,
-        }
-        write_atomically(meta_path, json.dumps(meta, indent=1))
-    if not meta["complete"]:
-        encode_text(path, folder, meta)
-    train, valid = (open_tokens(folder, split, meta) for split in ("train", "valid"))
-    return Corpus(load_tokenizer(tokenizer_path), train, valid, meta["text"])
+        trained = load_tokenizer(Path(asked))
+    write_atomically(tokenizer_path, trained.to_str(pretty=True))
+    meta = wanted | {
+        "tokenizer_sha256": hashlib.sha256(tokenizer_path.read_bytes()).hexdigest(),
+        "blank_lines": has_blank_lines(path),
+        "dtype": "<u2" if trained.get_vocab_size() <= 65536 else "<u4",
+        "complete": False,
+        "offset": 0,  # bytes of the text that are done
+        "between_documents": True,  # whether the text behind them begins a document
+        "documents": 0,  # begun so far
+        "last_document": 0,  # where the last one in train.bin begins, in tokens
+        "train": 0,  # tokens in train.bin
+        "valid": 0,
+    }
+    write_atomically(meta_path, json.dumps(meta, indent=1))
+    return meta
 
 
 class TextBatch(NamedTuple):
@@ -577,8 +610,11 @@ MAY_CHANGE = {
 }  # fmt: skip
 
 
-def open_run(out: Path, settings: dict[str, Any], tokenizer: str, write: bool) -> None:
-    """Make the run's folder, or check that it holds this very run."""
+def open_run(out: Path, settings: dict[str, Any], tokenizer: str, write: bool) -> TextIO:
+    """Make the run's folder, or check that it holds this very run; keep other processes out of it.
+
+    They stay out until the file that is returned is closed. Only a process that writes locks.
+    """
     if (out / "config.json").exists():
         then = json.loads((out / "config.json").read_text())
         changed = {k for k, v in settings.items() if then.get(k) != v} - MAY_CHANGE
@@ -587,16 +623,25 @@ def open_run(out: Path, settings: dict[str, Any], tokenizer: str, write: bool) -
             problems.append("the tokenizer is another one")
         if problems:
             raise InputError(f"{out} holds another run: {'; '.join(problems)}. Change --out.")
-    if write:
-        out.mkdir(parents=True, exist_ok=True)
-        write_atomically(out / "tokenizer.json", tokenizer)
-        write_atomically(out / "config.json", json.dumps(settings, indent=1))
+        if then["steps"] != settings["steps"]:
+            print(
+                f"--steps was {then['steps']:,} and is now {settings['steps']:,}: from here on the "
+                "learning rate follows the new schedule."
+            )
+    if not write:
+        return open(os.devnull, "w")
+    held = lock(out, wait=False)
+    write_atomically(out / "tokenizer.json", tokenizer)
+    write_atomically(out / "config.json", json.dumps(settings, indent=1))
+    return held
 
 
 def open_metrics(path: Path, step: int) -> csv.DictWriter:
     """A writer of rows behind those of metrics.csv, less what a crash left there after `step`."""
-    lines = path.read_text().splitlines() if path.exists() else [",".join(METRICS)]
-    kept = lines[:1] + [line for line in lines[1:] if int(line.split(",")[0]) <= step]
+    text = path.read_text() if path.exists() else ",".join(METRICS) + "\n"
+    lines = text[: text.rfind("\n")].split("\n")
+    whole = [line for line in lines[1:] if line.count(",") == len(METRICS) - 1]
+    kept = lines[:1] + [line for line in whole if int(line.split(",")[0]) <= step]
     if path.is_file() or not path.exists():  # not the null device of the other processes
         write_atomically(path, "\n".join(kept) + "\n")
     file = path.open("a", buffering=1, newline="")  # each row is in the file at once
@@ -751,10 +796,13 @@ def read_glue(folder: Path, task: str, name: str) -> tuple[list[Example], list[s
     width = statistics.mode(map(len, rows))
     labelled = name.startswith(("train", "dev"))
     columns = facts.texts if labelled else facts.test_texts
-    if max(*columns, facts.label if labelled else 0) >= width:
+    needed = (*columns, facts.label) if labelled else columns
+    if not all(-width <= column < width for column in needed):
         raise InputError(f"{path}: {width} columns are too few. Is it a file of {task}?")
     examples, problems = [], []
     first = header_lines(task, name)
+    if len(rows) == first:
+        raise InputError(f"{path}: no rows. Fetch it again.")
     for number, row in enumerate(rows[first:], first + 1):
         try:
             if len(row) != width:

@@ -572,7 +572,7 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
         config = replace(config, pad_id=pad, cls_id=cls, sep_id=sep, mask_id=mask)
         config.vocab_size = tokenizer.get_vocab_size()
         settings = asdict(run) | asdict(config) | {"text": fingerprint}
-        data.open_run(out, settings, tokenizer.to_str(pretty=True), write=rank == 0)
+        held = data.open_run(out, settings, tokenizer.to_str(pretty=True), write=rank == 0)
 
     # Model and optimiser, where they start or where they stopped.
     device = choose_device(run.device)
@@ -597,8 +597,7 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
         scaler.load_state_dict(state["scaler"])
         step, seconds, logged = state["step"], state["seconds"], state["logged"]
         recent = [losses.to(device) for losses in state["recent"]]
-    # One module whose forward gives the loss: each process takes its share of a batch, backward
-    # averages the gradients.
+    # Each process takes its share of a batch; backward averages their gradients.
     network = DistributedDataParallel(model) if world > 1 else model
 
     print(textwrap.fill(", ".join(f"{k} {v}" for k, v in settings.items() if v != ""), 100))
@@ -687,6 +686,7 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
             saved = time.perf_counter()
         clock = time.perf_counter()
     bar.close()
+    held.close()
     more = "--steps asks for more" if step == run.steps else "the same command goes on from there"
     print(f"{out}: {step:,} of {run.steps:,} steps are done; {more}.")
 

@@ -11,6 +11,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.stats import chisquare, pearsonr, spearmanr
 from sklearn.metrics import f1_score, matthews_corrcoef, roc_auc_score
 from torch import Tensor
@@ -712,6 +715,68 @@ def test_a_long_line_without_blanks_is_cut_between_characters(tmp_path: Path) ->
     assert [offset for _, offset in pieces][-1] == path.stat().st_size
 
 
+CHARACTERS = st.text(st.sampled_from("ab \n\r\t\u0085\u2028\ufeffé字😀"), max_size=120)
+
+
+@settings(max_examples=4000, deadline=None, derandomize=True)
+@given(CHARACTERS, st.integers(8, 40))
+def test_any_text_is_read_in_pieces_without_loss_and_without_torn_characters(
+    text: str, piece: int
+) -> None:
+    content = text.encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "PIECE", piece)
+        pieces = list(data.read_pieces(io.BytesIO(content)))
+    assert b"".join(part for part, _ in pieces) == content
+    end = 0
+    for part, offset in pieces:
+        part.decode()  # raises where a character is torn
+        end += len(part)
+        assert offset == end
+        assert len(part) <= piece
+        assert b"\n" not in part[:-1]
+
+
+def documents_of(text: str) -> list[list[str]]:
+    """The documents of a text and their lines, as README describes them."""
+    lines = text.split("\n")
+    full = [bool(line.encode().strip()) for line in lines]
+    first, last = full.index(True), len(full) - full[::-1].index(True)
+    blank_lines = not all(full[first:last])
+    documents: list[list[str]] = [[]]
+    for line, any_text in zip(lines, full, strict=True):
+        if any_text:
+            documents[-1].append(line)
+        if not any_text or not blank_lines:
+            documents.append([])
+    return [document for document in documents if document]
+
+
+@settings(max_examples=250, deadline=None, derandomize=True)
+@given(st.text(st.sampled_from("ab \n\n\r\u0085\u2028é字"), min_size=1, max_size=80))
+def test_any_text_becomes_the_tokens_of_its_documents_in_order(text: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "text.txt").write_bytes(text.encode())
+        (folder / "vocab.txt").write_text("\n".join([*data.SPECIAL_TOKENS, "a", "##a", "b", "##b"]))
+        arguments = (str(folder / "text.txt"), "", "wordpiece", str(folder / "vocab.txt"), 0)
+        if not text.strip():
+            with pytest.raises(data.InputError, match="no text in it"):
+                data.prepare(*arguments)
+            return
+        corpus = data.prepare(*arguments)
+        train, valid = corpus.train.tolist(), corpus.valid.tolist()
+    tokenizer = corpus.tokenizer
+    expected = []
+    for document in documents_of(text):
+        for line in document:
+            expected += tokenizer.encode(line, add_special_tokens=False).ids
+        expected.append(SEP)
+    assert train + valid == expected  # fewer than 100 documents: the last is held out
+    assert valid
+    assert max(expected) < tokenizer.get_vocab_size()
+
+
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
 def test_literal_special_tokens_in_the_text_stay_ordinary_text(tmp_path: Path, kind: str) -> None:
     text = "we write [MASK] and [SEP] and [CLS] and [PAD] here .\n" * 50
@@ -798,6 +863,22 @@ def test_an_epoch_visits_every_token_and_almost_none_twice(tokens: int, length: 
         counts = np.bincount(ids[ids >= 10] - 10, minlength=tokens)
         assert counts.min() == 1 or tokens < length
         assert counts.sum() < tokens + length  # only the last sequence is filled up
+
+
+@settings(max_examples=1500, deadline=None, derandomize=True)
+@given(st.integers(1, 400), st.integers(8, 70), st.integers(0, 2**40), st.integers(0, 5))
+def test_any_epoch_of_any_corpus_visits_every_token(
+    tokens: int, length: int, seed: int, epoch: int
+) -> None:
+    n = data.sequences_per_epoch(tokens, length)
+    stream = np.arange(3, tokens + 3)
+    ids, types = data.get_batch(stream, epoch * n, n, length, seed, 1, 2)
+    payload = ids[(ids != 1) & (ids != 2)]
+    assert set(payload.tolist()) == set(stream.tolist())
+    assert len(payload) < tokens + length
+    assert ids.shape == types.shape == (n, length)
+    assert (ids[:, 0] == 1).all()
+    assert (ids[:, -1] == 2).all()
 
 
 def test_sequences_are_cls_a_sep_b_sep_in_nine_of_ten_cases() -> None:
@@ -990,6 +1071,142 @@ def test_the_error_of_one_process_ends_all(finished: Path) -> None:
     assert result.returncode != 0
     assert "must divide --batch_size" in result.stderr
     assert not (finished / "three").exists()
+
+
+# A process is killed (it ends there, as by kill -9) in the n-th ...
+FAULTS = {
+    "step": "electra.learning_rate = die_at(electra.learning_rate, 3 * n)",
+    "evaluation": "electra.area_under_curve = die_at(electra.area_under_curve, n)",
+    "row of metrics": (
+        "writer = data.csv.DictWriter\n"
+        "part = lambda self, row: self.writer.writerow([1])\n"
+        "writer.writerow = die_at(writer.writerow, n, part)"
+    ),
+    "checkpoint, half written": (
+        "part = lambda state, file: (file.write(b'half'), file.flush())\n"
+        "data.torch.save = die_at(data.torch.save, n, part)"
+    ),
+    "checkpoint, before its sync": "data.os.fsync = die_at(data.os.fsync, n, lambda _: None)",
+    "checkpoint, between two renames": (
+        "real = data.os.replace\n"
+        "dying = die_at(real, n)\n"
+        "data.os.replace = lambda a, b: (dying if str(b).endswith('.old') else real)(a, b)"
+    ),
+}
+DIE_AT = """
+import os, sys, data, electra
+def die_at(function, count, instead=None):
+    calls = iter(range(1, 1000))
+    def wrapper(*arguments):
+        if next(calls) < count:
+            return function(*arguments)
+        (instead or function)(*arguments)
+        os._exit(9)
+    return wrapper
+"""
+
+
+@pytest.fixture(scope="module")
+def never_stopped(finished: Path) -> tuple[dict[str, Tensor], list[list[str]]]:
+    result = run_program(finished, *FAULTY_RUN, "--out", "never_stopped")
+    assert result.returncode == 0, result.stderr
+    return weights_and_metrics(finished / "never_stopped")
+
+
+FAULTY_RUN = [*SMALL_RUN, "--eval_every", "2", "--steps", "12", "--save_minutes", "0"]
+ROUNDS = int(os.environ.get("ELECTRA_FAULTS", "1"))  # more of them: hours of being killed
+
+
+@pytest.mark.parametrize("count", range(1, ROUNDS + 1))
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_run_that_is_killed_ends_bit_equal_to_one_never_stopped(
+    fault: str,
+    count: int,
+    finished: Path,
+    never_stopped: tuple[dict[str, Tensor], list[list[str]]],
+) -> None:
+    out = f"killed {fault} {count}"
+    program = DIE_AT + f"n = {1 + count % 4}\n" + FAULTS[fault] + "\nelectra.main()"
+    command = [sys.executable, "-c", program, *FAULTY_RUN, "--out", out]
+    killed = subprocess.run(
+        command, check=False, cwd=finished, capture_output=True, timeout=240,
+        env=os.environ | {"PYTHONPATH": str(Path(electra.__file__).parent)},
+    )  # fmt: skip
+    assert killed.returncode == 9, killed.stderr
+    result = run_program(finished, *FAULTY_RUN, "--out", out)
+    assert result.returncode == 0, result.stderr
+    weights, rows = weights_and_metrics(finished / out)
+    expected_weights, expected_rows = never_stopped
+    assert rows == expected_rows
+    assert all(torch.equal(value, weights[name]) for name, value in expected_weights.items())
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_memory_does_not_grow_with_the_steps(finished: Path) -> None:
+    program = (
+        "import data, electra\n"
+        "rate, sizes = electra.learning_rate, {}\n"
+        "def note(step, run):\n"
+        "    sizes[step] = int(open('/proc/self/statm').read().split()[1])\n"
+        "    return rate(step, run)\n"
+        "electra.learning_rate = note\n"
+        "electra.main()\n"
+        "print('grown by', sizes[2000] / sizes[200])"
+    )
+    steps = ["--steps", "2000", "--log_every", "50", "--eval_every", "500", "--micro_batch", "0"]
+    result = subprocess.run(
+        [sys.executable, "-c", program, *SMALL_RUN, *steps, "--out", "long"],
+        check=False, cwd=finished, capture_output=True, text=True, timeout=240,
+        env=os.environ | {"PYTHONPATH": str(Path(electra.__file__).parent)},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert float(result.stdout.split()[-1]) < 1.05
+
+
+def test_a_second_process_stays_out_of_a_run(finished: Path) -> None:
+    with data.lock(finished / "out", wait=False):
+        result = run_program(finished, *SMALL_RUN)
+    assert result.returncode == 2
+    assert "another process works there" in result.stderr
+    assert run_program(finished, *SMALL_RUN).returncode == 0
+
+
+def test_two_processes_prepare_one_text_once(finished: Path) -> None:
+    command = [sys.executable, str(Path(electra.__file__).resolve()), *SMALL_RUN]
+    command += ["--steps", "2", "--tokens", "together", "--out"]
+    processes = [
+        subprocess.Popen([*command, f"together{i}"], cwd=finished, stdout=subprocess.PIPE)
+        for i in range(2)
+    ]
+    printed = [process.communicate(timeout=240)[0].decode() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert sum("training a wordpiece tokenizer" in text for text in printed) == 1
+    first, second = (finished / f"together{i}" / "tokenizer.json" for i in range(2))
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_full_disk_and_too_little_memory_get_one_line(capsys: pytest.CaptureFixture) -> None:
+    def full() -> None:
+        raise OSError(28, "No space left on device", "out/checkpoint.pt.tmp")
+
+    def too_large() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+
+    assert data.run_program("electra.py", full) == 2
+    assert data.run_program("electra.py", too_large) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert "No space left on device: 'out/checkpoint.pt.tmp'" in errors[0]
+    assert "choose a smaller --micro_batch" in errors[1]
+    assert len(errors) == 2
+
+
+def test_more_steps_go_on_with_the_new_schedule_and_say_so(finished: Path) -> None:
+    more = [*SMALL_RUN, "--out", "more"]
+    assert run_program(finished, *more).returncode == 0
+    result = run_program(finished, *more, "--steps", "10")
+    assert "--steps was 8 and is now 10" in result.stdout
+    _, rows = weights_and_metrics(finished / "more")
+    assert [row[0] for row in rows] == ["2", "4", "6", "8", "10"]
 
 
 def test_settings_that_matter_may_not_change_when_a_run_goes_on(finished: Path) -> None:
@@ -1219,6 +1436,36 @@ def test_bad_dev_rows_keep_their_place(tmp_path: Path) -> None:
     assert len(examples) == 8
     assert len(problems) == 4
     assert [math.isnan(e.label) for e in examples] == [0, 1, 1, 0, 1, 1, 0, 0]
+
+
+CELLS = st.sampled_from(["", " ", "a", "0", "1", "2.5", "nan", "entailment", '"', "\u0085", "é\r"])
+LINES = st.lists(st.lists(CELLS, max_size=7).map("\t".join), max_size=8)
+
+
+@settings(max_examples=4500, deadline=None, derandomize=True)
+@given(LINES, st.sampled_from(["CoLA", "STS-B", "QQP", "RTE"]), st.sampled_from(["train", "dev"]))
+def test_any_tsv_gives_examples_and_line_numbers_or_one_clear_error(
+    lines: list[str], task: str, file: str
+) -> None:
+    content = "\n".join(lines)
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / task / f"{file}.tsv"
+        path.parent.mkdir()
+        path.write_bytes(content.encode())
+        try:
+            examples, problems = data.read_glue(Path(name), task, file)
+        except data.InputError as error:
+            assert str(path) in str(error)
+            return
+    header = 0 if task == "CoLA" else 1
+    rows = len(content.rstrip("\r\n").split("\n")) - header
+    bad = [int(re.search(r"line (\d+): ", problem)[1]) for problem in problems]
+    assert bad == sorted(set(bad))
+    assert all(header < number <= rows + header for number in bad)
+    assert len(examples) == rows - (len(bad) if file == "train" else 0)
+    good = [e for e in examples if not math.isnan(e.label)]
+    assert len(good) == rows - len(bad)
+    assert all(text.strip() for e in good for text in e.texts)
 
 
 def test_a_file_of_another_task_is_refused(tmp_path: Path) -> None:
