@@ -77,10 +77,14 @@ def keep_memory() -> None:
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     """Write, sync, rename. The one before stays as <name>.old: one of the two is always whole."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:  # torch hides the first behind the second
+        cause = error.__context__ or error
+        raise InputError(f"{path}: cannot be written ({cause!s:.60}). Is the disk full?") from None
     if path.exists():
         os.replace(path, path.with_name(path.name + ".old"))
     os.replace(temporary, path)
@@ -436,6 +440,8 @@ def read_batches(path: Path, meta: dict[str, Any]) -> Iterator[TextBatch]:
     with path.open("rb") as text:
         text.seek(offset)
         for piece, offset in read_pieces(text):
+            if offset == len(piece):
+                piece = piece.removeprefix(b"\xef\xbb\xbf")  # a byte-order mark is no text
             if piece.strip():
                 pieces.append(decode(piece, offset, path))
                 begins.append(begin)

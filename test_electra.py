@@ -715,6 +715,28 @@ def test_a_long_line_without_blanks_is_cut_between_characters(tmp_path: Path) ->
     assert [offset for _, offset in pieces][-1] == path.stat().st_size
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    streams = []
+    for mark in ("", "\ufeff"):
+        path.write_text(mark + TEXT)
+        tokenizer = str(tmp_path / ".tokens" / "tokenizer.json") if mark else "bpe"
+        corpus = data.prepare(str(path), str(tmp_path / f"{mark}.tokens"), tokenizer, "", 300)
+        streams.append(corpus.train.tolist())
+    assert streams[0] == streams[1]
+
+
+def test_a_word_of_200_characters_is_unknown_to_word_piece_and_kept_by_bpe(tmp_path: Path) -> None:
+    word = "ab" * 100
+    (tmp_path / "text.txt").write_text(f"few words {word} more words\n\n" * 3)
+    arguments = (str(tmp_path / "text.txt"), str(tmp_path / "wordpiece"), "wordpiece", "", 200)
+    tokenizer = data.prepare(*arguments).tokenizer
+    assert tokenizer.encode(word, add_special_tokens=False).ids == [UNK]
+    arguments = (str(tmp_path / "text.txt"), str(tmp_path / "bpe"), "bpe", "", 300)
+    tokenizer = data.prepare(*arguments).tokenizer
+    assert tokenizer.decode(tokenizer.encode(word, add_special_tokens=False).ids) == word
+
+
 CHARACTERS = st.text(st.sampled_from("ab \n\r\t\u0085\u2028\ufeffé字😀"), max_size=120)
 
 
@@ -1020,11 +1042,14 @@ def test_a_run_stopped_and_continued_ends_with_the_weights_of_one_never_stopped(
     assert losses("out") == losses("stopped")
 
 
-def run_processes(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+def run_processes(
+    folder: Path, *arguments: str, program: str = electra.__file__
+) -> subprocess.CompletedProcess:
     """Two processes on this machine, as torchrun starts them."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [sys.executable, *launcher, str(Path(electra.__file__).resolve()), *arguments]
+    command = [sys.executable, *launcher, str(Path(program).resolve()), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": str(Path(electra.__file__).parent)}
     return subprocess.run(
         command, check=False, cwd=folder, capture_output=True, text=True, timeout=240,
         env=environment,
@@ -1154,6 +1179,7 @@ def test_memory_does_not_grow_with_the_steps(finished: Path) -> None:
         "print('grown by', sizes[2000] / sizes[200])"
     )
     steps = ["--steps", "2000", "--log_every", "50", "--eval_every", "500", "--micro_batch", "0"]
+    steps += ["--hidden_size", "32", "--num_heads", "1", "--intermediate_size", "64"]
     result = subprocess.run(
         [sys.executable, "-c", program, *SMALL_RUN, *steps, "--out", "long"],
         check=False, cwd=finished, capture_output=True, text=True, timeout=240,
@@ -1198,6 +1224,41 @@ def test_a_full_disk_and_too_little_memory_get_one_line(capsys: pytest.CaptureFi
     assert "No space left on device: 'out/checkpoint.pt.tmp'" in errors[0]
     assert "choose a smaller --micro_batch" in errors[1]
     assert len(errors) == 2
+
+
+def test_a_disk_that_fills_up_ends_preparation_or_training_with_one_line(finished: Path) -> None:
+    resource = pytest.importorskip("resource", reason="needs limits on the size of files")
+    for size, out, options in (
+        (5000, "full1", ["--tokens", "full1.tokens"]),  # no room for the tokens
+        (200_000, "full2", []),  # no room for a checkpoint
+    ):
+        command = [sys.executable, str(Path(electra.__file__).resolve()), *SMALL_RUN, *options]
+        result = subprocess.run(
+            [*command, "--out", out], check=False, cwd=finished, capture_output=True, text=True,
+            preexec_fn=lambda size=size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)),
+        )  # fmt: skip
+        assert result.returncode == 2
+        assert "File too large" in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+        assert run_program(finished, *SMALL_RUN, *options, "--out", out).returncode == 0
+
+
+def test_a_text_shorter_than_a_batch_trains(finished: Path) -> None:
+    (finished / "short.txt").write_text("just these few words .\n")
+    result = run_program(finished, *SMALL_RUN, "--data", "short.txt", "--out", "short")
+    assert result.returncode == 0, result.stderr
+    assert "8 of 8 steps are done" in result.stdout
+
+
+def test_a_process_that_dies_ends_the_others(finished: Path) -> None:
+    (finished / "dies.py").write_text(
+        DIE_AT + "if os.environ['RANK'] == '1': "
+        "electra.learning_rate = die_at(electra.learning_rate, 3)\n"
+        "sys.exit(data.run_program('electra.py', electra.main))\n"
+    )
+    result = run_processes(finished, *SMALL_RUN, "--out", "dies", program=str(finished / "dies.py"))
+    assert result.returncode != 0
+    assert not (finished / "dies" / "checkpoint.pt").exists()
 
 
 def test_more_steps_go_on_with_the_new_schedule_and_say_so(finished: Path) -> None:
