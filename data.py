@@ -1,9 +1,12 @@
-"""Everything that touches text: tokenizer, token files, batches, a run's folder, built-in corpus.
+"""Everything around the method: files of text, folders of runs, processes, GLUE.
 
     text --prepare()--> tokenizer.json, train.bin, valid.bin, meta.json --get_batch()--> ids (B, L)
 
 The token files are one long stream of ids, little-endian uint16 (uint32 above 65,535 entries), in
 which every document ends with [SEP]. They are memory-mapped: a corpus may be larger than memory.
+
+Sections: programs and processes; reading text; tokenizer; token files; batches; the folder of a
+run; the built-in corpus; GLUE.
 """
 
 import argparse
@@ -54,11 +57,13 @@ except ImportError:  # Windows
     fcntl = None
 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-PIECE = 1 << 20  # bytes of text that are looked at at once, however long the lines
-SAMPLE_SLICES = 100  # the tokenizer is trained on at most this many pieces, spread over the text
+PIECE = 1 << 16  # bytes of text in one string, however long the lines
+BATCH = 1 << 20  # bytes of text that are encoded together
+SAMPLE_SLICES = 100  # the tokenizer is trained on at most this many batches, spread over the text
 HELD_OUT = 100  # every 100th document is kept for evaluation
 
 
+# ---- Programs and processes --------------------------------------------------------------------
 class InputError(Exception):
     """Something is wrong with what the user gave us: says what, where, and what to do."""
 
@@ -266,8 +271,8 @@ def sample_lines(path: Path) -> Iterator[str]:
     """Lines to train a tokenizer on: the whole text, or SAMPLE_SLICES pieces of a large one."""
     size = path.stat().st_size
     slices = [(0, size)]
-    if size > SAMPLE_SLICES * PIECE:
-        slices = [(size * i // SAMPLE_SLICES, PIECE) for i in range(SAMPLE_SLICES)]
+    if size > SAMPLE_SLICES * BATCH:
+        slices = [(size * i // SAMPLE_SLICES, BATCH) for i in range(SAMPLE_SLICES)]
     with path.open("rb") as file:
         for start, length in slices:
             file.seek(start)
@@ -434,7 +439,7 @@ class TextBatch(NamedTuple):
 
 
 def read_batches(path: Path, meta: dict[str, Any]) -> Iterator[TextBatch]:
-    """The text behind meta["offset"], about PIECE bytes at a time."""
+    """The text behind meta["offset"], about BATCH bytes at a time."""
     pieces, begins, amount = [], [], 0
     begin, offset = meta["between_documents"], meta["offset"]
     with path.open("rb") as text:
@@ -449,7 +454,7 @@ def read_batches(path: Path, meta: dict[str, Any]) -> Iterator[TextBatch]:
             elif piece.endswith(b"\n"):
                 begin = True
             amount += len(piece)
-            if amount >= PIECE:
+            if amount >= BATCH:
                 yield TextBatch(pieces, begins, offset, begin)
                 pieces, begins, amount = [], [], 0
     yield TextBatch(pieces, begins, offset, begin)

@@ -839,7 +839,7 @@ def test_a_vocabulary_above_65535_entries_is_stored_in_four_bytes(tmp_path: Path
 def test_an_interrupted_preparation_goes_on_and_gives_the_same_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: int
 ) -> None:
-    monkeypatch.setattr(data, "PIECE", 2000)
+    monkeypatch.setattr(data, "BATCH", 2000)
     meta, folder = prepare(tmp_path, TEXT)
     whole = {path.name: path.read_bytes() for path in folder.glob("*.bin")}
     decode, calls = data.decode, iter(range(10_000))
