@@ -2004,6 +2004,26 @@ def test_fine_tuning_can_start_from_a_fine_tuned_model(sweep: Path) -> None:
     assert glue_results(sweep)[-1]["origin"] == "out/glue/RTE"
 
 
+def test_runs_start_from_the_weights_that_model_and_init_from_name(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(sweep)
+
+    def first_weights(seed: int, *arguments: str) -> Tensor:
+        start, _ = train_glue.load_start(train_glue.parse_arguments(list(arguments)))
+        torch.manual_seed(seed)
+        return train_glue.new_classifier(start, "RTE", "first").encoder.embeddings.word.weight
+
+    pre_trained = electra.load_run(Path("out"))[0].discriminator.encoder.embeddings.word.weight
+    tuned = train_glue.load_model(Path("out/glue/RTE"))[0].encoder.embeddings.word.weight
+    assert not torch.equal(pre_trained, tuned)
+    assert torch.equal(first_weights(0), pre_trained)
+    assert torch.equal(first_weights(0, "--init_from", "out/glue/RTE"), tuned)
+    random = [first_weights(seed, "--model", "none") for seed in (0, 1)]
+    assert not torch.equal(*random)
+    assert not torch.equal(random[0], pre_trained)
+
+
 def test_the_submission_has_eleven_files_with_labels_by_name(sweep: Path) -> None:
     rows = {"AX": 1104, "CoLA": 1063, "MNLI-m": 9796, "MNLI-mm": 9847, "MRPC": 1725}
     rows |= {"QNLI": 5463, "QQP": 390965, "RTE": 30, "SST-2": 30, "STS-B": 1379, "WNLI": 146}
