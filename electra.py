@@ -554,8 +554,8 @@ def mean_losses(recent: list[Tensor], step: int, fp16: bool, world: int) -> list
         losses = "generator loss {}, discriminator loss {}, gradient norm {}"
         raise data.InputError(
             f"step {step - len(recent) + 1 + int(bad[0, 0])} is not finite: "
-            f"{losses.format(*values[bad[0, 0]].tolist())}. The last checkpoint is untouched: go on "
-            "with --precision fp32 or a lower --learning_rate."
+            f"{losses.format(*values[bad[0, 0]].tolist())}. The last checkpoint is untouched: "
+            "go on with --precision fp32 or a lower --learning_rate."
         )
     return values[:, :2].double().mean(0).tolist()
 

@@ -5,8 +5,8 @@
     python train_glue.py --model none --out out               the same model from random weights
     python train_glue.py --model out/glue/SST-2 --classify "a gorgeous film"
 
-The generator has done its work and is gone. One new linear layer reads the discriminator's vector of
-the first token, [CLS], and says what the task asks for:
+The generator has done its work and is gone. One new linear layer reads the discriminator's vector
+of the first token, [CLS], and says what the task asks for:
 
     [CLS] a gorgeous film [SEP]                           -> 1, a positive review
     [CLS] A man sleeps. [SEP] Someone is awake. [SEP]     -> contradiction
@@ -191,7 +191,7 @@ def shuffled_batches(
 
 # ---- The model ---------------------------------------------------------------------------------
 class Classifier(nn.Module):
-    """The discriminator's encoder, and one new layer: (B, L) -> (B, classes), or (B, 1): a score."""
+    """The discriminator's encoder and one new layer: (B, L) -> (B, classes), or (B, 1), a score."""
 
     def __init__(self, encoder: Encoder, classes: int, head: str) -> None:
         super().__init__()
