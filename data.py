@@ -19,6 +19,7 @@ import datetime
 import hashlib
 import http.client
 import importlib.util
+import io
 import itertools
 import json
 import math
@@ -29,6 +30,7 @@ import signal
 import statistics
 import sys
 import sysconfig
+import timeit
 import urllib.error
 import urllib.request
 import zipfile
@@ -193,6 +195,47 @@ def any_process(caught: list[int], device: torch.device) -> bool:
     return bool(flag > 0)
 
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        found = torch.accelerator.is_available()
+        name = torch.accelerator.current_accelerator().type if found else "cpu"
+    try:
+        return torch.empty(1, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"--device {name}: {str(error).splitlines()[0]}") from None
+
+
+def choose_precision(name: str, device: torch.device) -> str:
+    """bf16 where the hardware has it, fp16 on older GPUs; on a CPU what multiplies faster here."""
+    if name != "auto" or device.type == "mps":
+        return name.replace("auto", "fp32")
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    x = {p: torch.ones(512, 512, dtype=DTYPES[p]) for p in ("fp32", "bf16")}
+    return min(x, key=lambda p: min(timeit.repeat(lambda: x[p] @ x[p], number=1, repeat=10)))
+
+
+def mean_losses(recent: list[torch.Tensor], step: int, fp16: bool, world: int) -> list[float]:
+    """Mean losses of the steps up to `step`; stops the run at the first that is not finite."""
+    values = torch.stack(recent)  # (steps, 3): both losses and the gradient's norm
+    if world > 1:
+        torch.distributed.all_reduce(values)  # a sum
+    values = values.cpu() / world
+    # In fp16 a gradient may overflow: GradScaler leaves such a step out and lowers its scale.
+    bad = (~values[:, : 2 if fp16 else 3].isfinite().all(1)).nonzero()
+    if len(bad):
+        losses = "generator loss {}, discriminator loss {}, gradient norm {}"
+        raise InputError(
+            f"step {step - len(recent) + 1 + int(bad[0, 0])} is not finite: "
+            f"{losses.format(*values[bad[0, 0]].tolist())}. The last checkpoint is untouched: "
+            "go on with --precision fp32 or a lower --learning_rate."
+        )
+    return values[:, :2].double().mean(0).tolist()
+
+
 def add_options(parser: argparse.ArgumentParser, config: type) -> None:
     """An option for each field of a dataclass that has a help text; left out, it is not there."""
     for f in dataclasses.fields(config):
@@ -207,6 +250,18 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     os.replace(temporary, path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file.") from None
+    except ValueError as error:
+        raise InputError(f"{path}: not JSON ({error}).") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: not a JSON object.")
+    return content
 
 
 # ---- Reading text ------------------------------------------------------------------------------
@@ -308,16 +363,20 @@ def train_tokenizer(lines: Iterable[str], kind: str, vocab_size: int) -> Tokeniz
     return tokenizer
 
 
-def word_piece(model: models.WordPiece) -> Tokenizer:
+def word_piece(model: models.WordPiece, **normalizer: Any) -> Tokenizer:
+    """BERT's tokenizer: uncased, or as the options of BertNormalizer say."""
     tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.normalizer = normalizers.BertNormalizer(**{"lowercase": True} | normalizer)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     return tokenizer
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """A tokenizer.json, or a WordPiece vocab.txt with one entry a line."""
+    """A tokenizer.json, or a WordPiece vocab.txt with one entry a line.
+
+    A tokenizer_config.json beside vocab.txt says whether it is cased and what becomes of accents.
+    """
     if not path.is_file():
         raise InputError(f"{path}: no such file. Give a tokenizer.json or a vocab.txt.")
     try:
@@ -325,7 +384,12 @@ def load_tokenizer(path: Path) -> Tokenizer:
             tokenizer = Tokenizer.from_file(str(path))
         else:
             vocabulary = models.WordPiece.read_file(str(path))
-            tokenizer = word_piece(models.WordPiece(vocabulary, unk_token="[UNK]"))
+            beside = path.with_name("tokenizer_config.json")
+            settings = read_json(beside) if beside.exists() else {}
+            normalizer = {"lowercase": settings.get("do_lower_case", True)}
+            normalizer["strip_accents"] = settings.get("strip_accents")
+            model = models.WordPiece(vocabulary, unk_token="[UNK]")
+            tokenizer = word_piece(model, **normalizer)
     except Exception as error:  # noqa: BLE001, `tokenizers` raises nothing narrower
         raise InputError(f"{path}: not a tokenizer ({error}).") from None
     return finish_tokenizer(tokenizer, path)
@@ -349,6 +413,12 @@ def finish_tokenizer(tokenizer: Tokenizer, origin: Path | str) -> Tokenizer:
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True  # not kept in the file: set after every loading
     return tokenizer
+
+
+def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """The special tokens under the names that ElectraConfig has for them."""
+    names = zip(("pad_id", "cls_id", "sep_id", "mask_id"), ("[PAD]", "[CLS]", "[SEP]", "[MASK]"))
+    return {name: tokenizer.token_to_id(token) for name, token in names}
 
 
 # ---- Token files -------------------------------------------------------------------------------
@@ -389,11 +459,15 @@ def prepare(text: str, tokens: str, tokenizer: str, vocab: str, vocab_size: int)
 def open_folder(path: Path, folder: Path, asked: str, vocab_size: int) -> dict[str, Any]:
     """What meta.json says, if it fits what is asked; or a new tokenizer and a new meta.json."""
     wanted: dict[str, Any] = {"text": fingerprint(path), "tokenizer": asked}
+    tokenizer = None
     if asked in ("wordpiece", "bpe"):
         wanted["vocab_size"] = vocab_size
+    else:  # the same one may lie elsewhere now
+        tokenizer = load_tokenizer(Path(asked))
+        wanted["tokenizer"] = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
     meta_path, tokenizer_path = folder / "meta.json", folder / "tokenizer.json"
     if meta_path.exists():
-        meta = json.loads(meta_path.read_text())
+        meta = read_json(meta_path)
         for key, value in wanted.items():
             if meta.get(key) != value:
                 raise InputError(
@@ -406,17 +480,15 @@ def open_folder(path: Path, folder: Path, asked: str, vocab_size: int) -> dict[s
                 f"{tokenizer_path}: not the tokenizer of these tokens. Delete {folder}."
             )
         return meta
-    if asked in ("wordpiece", "bpe"):
+    if tokenizer is None:
         print(f"training a {asked} tokenizer of {vocab_size:,} entries on {path}", flush=True)
-        trained = train_tokenizer(sample_lines(path), asked, vocab_size)
-        finish_tokenizer(trained, path)
-    else:
-        trained = load_tokenizer(Path(asked))
-    write_atomically(tokenizer_path, trained.to_str(pretty=True))
+        tokenizer = train_tokenizer(sample_lines(path), asked, vocab_size)
+        finish_tokenizer(tokenizer, path)
+    write_atomically(tokenizer_path, tokenizer.to_str(pretty=True))
     meta = wanted | {
         "tokenizer_sha256": hashlib.sha256(tokenizer_path.read_bytes()).hexdigest(),
         "blank_lines": has_blank_lines(path),
-        "dtype": "<u2" if trained.get_vocab_size() <= 65536 else "<u4",
+        "dtype": "<u2" if tokenizer.get_vocab_size() <= 65536 else "<u4",
         "complete": False,
         "offset": 0,  # bytes of the text that are done
         "between_documents": True,  # whether the text behind them begins a document
@@ -627,7 +699,7 @@ def open_run(out: Path, settings: dict[str, Any], tokenizer: str, write: bool) -
     They stay out until the file that is returned is closed. Only a process that writes locks.
     """
     if (out / "config.json").exists():
-        then = json.loads((out / "config.json").read_text())
+        then = read_json(out / "config.json")
         changed = {k for k, v in settings.items() if then.get(k) != v} - MAY_CHANGE
         problems = [f"{k} was {then.get(k)}, now {settings[k]}" for k in sorted(changed)]
         if (out / "tokenizer.json").read_text() != tokenizer:
@@ -663,7 +735,10 @@ def show_tokens(
     tokenizer: Tokenizer, rows: list[tuple[str, list[int], list[bool]]], chances: list[float]
 ) -> str:
     """Rows (name, ids, which to colour) of tokens, and the discriminator's verdict on each."""
-    cells = [(name, [tokenizer.id_to_token(i) for i in ids], marks) for name, ids, marks in rows]
+    cells = [
+        (name, [tokenizer.id_to_token(i) or f"[{i}]" for i in ids], marks)
+        for name, ids, marks in rows
+    ]
     cells.append(("replaced?", [f"{p:.0%}" for p in chances], [p > 0.5 for p in chances]))
     widths = [1 + max(len(words[i]) for _, words, _ in cells) for i in range(len(chances))]
     room = shutil.get_terminal_size().columns - 11
@@ -682,6 +757,122 @@ def show_tokens(
         lines.append("")
         start = end
     return "\n".join(lines)
+
+
+# ---- Hugging Face folders ----------------------------------------------------------------------
+# What is the same in every ELECTRA that we can be: another value is another architecture.
+FIXED = {"model_type": "electra", "hidden_act": "gelu", "layer_norm_eps": 1e-12}
+FIXED |= {"type_vocab_size": 2}
+KINDS = {"generator": "ElectraForMaskedLM", "discriminator": "ElectraForPreTraining"}
+
+
+def write_hugging_face(
+    folder: Path, settings: dict[str, Any], state: dict[str, torch.Tensor], tokenizer: Tokenizer
+) -> None:
+    """config.json, weights and tokenizer, as `from_pretrained` of `transformers` reads them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    heads = [KINDS[half] for half in KINDS if any(name.startswith(half) for name in state)]
+    settings = FIXED | {"architectures": heads or ["ElectraModel"]} | settings
+    settings |= {"attention_probs_dropout_prob": settings["hidden_dropout_prob"]}
+    normalizer = json.loads(tokenizer.to_str())["normalizer"] or {}
+    special = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    reads = {"tokenizer_class": "PreTrainedTokenizerFast"} | dict(zip(special, SPECIAL_TOKENS))
+    reads |= {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
+    reads |= {"do_lower_case": normalizer.get("lowercase", False)}
+    reads |= {"strip_accents": normalizer.get("strip_accents")}
+    reads |= {"model_max_length": settings["max_position_embeddings"]}
+    try:
+        from safetensors.torch import save  # if it is there: the format that they prefer
+    except ImportError:
+        content = io.BytesIO()
+        torch.save(state, content)
+        write_atomically(folder / "pytorch_model.bin", content.getvalue())
+    else:
+        state = {name: value.contiguous() for name, value in state.items()}
+        write_atomically(folder / "model.safetensors", save(state, {"format": "pt"}))
+    write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
+    write_atomically(folder / "tokenizer_config.json", json.dumps(reads, indent=1))
+    write_atomically(folder / "config.json", json.dumps(settings, indent=1))
+
+
+def read_hugging_face(folder: Path) -> dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]]:
+    """Settings and weights of the generator, the discriminator, or both.
+
+    They are in the folder itself, or in folders of these names in it. An encoder without a head, or
+    with the head of another task, is taken for a discriminator's.
+    """
+    halves = {}
+    inner = [folder / half for half in KINDS if (folder / half / "config.json").exists()]
+    for place in inner or [folder]:
+        settings = read_json(place / "config.json")
+        for key, value in FIXED.items():
+            if settings.get(key, value if key != "model_type" else None) != value:
+                raise InputError(
+                    f"{place / 'config.json'}: {key} is {settings.get(key)}, not {value}. "
+                    "Give a Hugging Face folder of an ELECTRA, or that of a run that has ended."
+                )
+        state = read_weights(place)
+        is_generator = any(name.startswith("generator_") for name in state)
+        halves["generator" if is_generator else "discriminator"] = settings, state
+    return halves
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """model.safetensors or pytorch_model.bin; names as in a network with a head."""
+    found = [folder / name for name in ("model.safetensors", "pytorch_model.bin")]
+    found = [path for path in found if path.is_file()]
+    if not found:
+        raise InputError(f"{folder}: no model.safetensors and no pytorch_model.bin.")
+    try:
+        if found[0].suffix == ".bin":
+            state = torch.load(found[0], map_location="cpu", weights_only=True)
+        else:
+            from safetensors.torch import load_file
+
+            state = load_file(found[0])
+    except ImportError:
+        raise InputError(f"{found[0]}: reading it takes: pip install safetensors") from None
+    except Exception as error:  # noqa: BLE001, both raise many kinds for a damaged file
+        raise InputError(f"{found[0]}: cannot be read ({str(error)!r:.60}).") from None
+    bare = ("embeddings.", "embeddings_project.", "encoder.")  # ElectraModel: without a head
+    return {f"electra.{k}" if k.startswith(bare) else k: v for k, v in state.items()}
+
+
+def match_weights(
+    folder: Path,
+    half: str,
+    ours: dict[str, torch.Tensor],
+    theirs: dict[str, torch.Tensor],
+    names: dict[str, list[str]],
+) -> dict[str, torch.Tensor]:
+    """Their weights under our names. A head may be missing as a whole, then ours stays as it is."""
+    wanted = {name for each in names.values() for name in each}
+    missing = wanted - set(theirs)
+    head = {name for name in wanted if not name.startswith("electra.")}
+    if missing and missing != head:
+        raise InputError(f"{folder}: the {half} has no weights {min(missing)}.")
+    if missing:
+        print(f"{folder}: the {half} has no head. Ours starts from random weights.")
+    tied = {"generator_lm_head.weight", "electra.embeddings.position_ids"}
+    if unused := sorted(set(theirs) - wanted - tied):
+        print(f"{folder}: not used: {', '.join(unused)}")
+    matched = {}
+    for name, each in names.items():
+        if missing.isdisjoint(each):
+            matched[name] = torch.cat([theirs[their] for their in each])
+            if (there := matched[name].shape) != ours[name].shape:
+                shapes = f"{list(there)}, not {list(ours[name].shape)}"
+                raise InputError(f"{folder}: {each[0]} is {shapes} as config.json says.")
+    return matched
+
+
+def find_tokenizer(folder: Path) -> Path:
+    """tokenizer.json or vocab.txt of a Hugging Face folder or of its halves."""
+    for place in (folder, folder / "discriminator", folder / "generator"):
+        for name in ("tokenizer.json", "vocab.txt"):
+            if (place / name).is_file():
+                return place / name
+    raise InputError(f"{folder}: no tokenizer.json and no vocab.txt. Name one with --tokenizer.")
 
 
 # ---- The built-in corpus: English that comes with every Python ---------------------------------

@@ -31,13 +31,11 @@ Shapes: B batch, L length, E embedding width, D hidden width, H heads, V vocabul
 """
 
 import argparse
-import json
 import math
 import os
 import sys
 import textwrap
 import time
-import timeit
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -98,6 +96,7 @@ class RunConfig:
     )
     tokenizer: str = option("wordpiece", "wordpiece or bpe, trained on the text; or a file to use")
     vocab: str = option("", "a WordPiece vocabulary to use instead, such as BERT's vocab.txt")
+    init_from: str = option("", "start from the networks in this Hugging Face folder")
     seed: int = option(0, "decides the initial weights, the order of the data, masks and samples")
     length: int = option(128, "L, tokens of a training sequence")
     batch_size: int = option(128, "sequences the optimiser sees in one step")
@@ -505,61 +504,113 @@ def show_lesson(model: Electra, tokenizer: Any, ids: Tensor) -> str:
     return data.show_tokens(tokenizer, rows, out.discriminator_logits[0].sigmoid().tolist())
 
 
-# ---- 7. A trained model. -------------------------------------------------------------------------
+# ---- 7. Trained models: the folder of a run, and Hugging Face's. -------------------------------
+# What the parts of a network are called in `transformers`; # is the number of a layer. Query, key
+# and value are one matrix here and three there.
+HUGGING_FACE = {
+    "encoder.embeddings.word": "electra.embeddings.word_embeddings",
+    "encoder.embeddings.position": "electra.embeddings.position_embeddings",
+    "encoder.embeddings.token_type": "electra.embeddings.token_type_embeddings",
+    "encoder.embeddings.norm": "electra.embeddings.LayerNorm",
+    "encoder.project": "electra.embeddings_project",
+    "encoder.layers.#.attention.query_key_value":
+        "electra.encoder.layer.#.attention.self.query|key|value",
+    "encoder.layers.#.attention.output": "electra.encoder.layer.#.attention.output.dense",
+    "encoder.layers.#.attention_norm": "electra.encoder.layer.#.attention.output.LayerNorm",
+    "encoder.layers.#.intermediate": "electra.encoder.layer.#.intermediate.dense",
+    "encoder.layers.#.output": "electra.encoder.layer.#.output.dense",
+    "encoder.layers.#.output_norm": "electra.encoder.layer.#.output.LayerNorm",
+    "generator.dense": "generator_predictions.dense",
+    "generator.norm": "generator_predictions.LayerNorm",
+    "generator": "generator_lm_head",  # a bias; the matrix is that of the word embeddings
+    "discriminator.dense": "discriminator_predictions.dense",
+    "discriminator.prediction": "discriminator_predictions.dense_prediction",
+}  # fmt: skip
+# The settings of a network. Each of the two has a config.json of its own there.
+HUGGING_FACE_CONFIG = {
+    "vocab_size": "vocab_size", "embedding_size": "embedding_size", "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size", "max_positions": "max_position_embeddings",
+    "dropout": "hidden_dropout_prob",
+}  # fmt: skip
+
+
+def hugging_face_names(name: str, half: str) -> list[str]:
+    """Their name, or three, of our parameter `name` of half "generator" or "discriminator"."""
+    part, _, kind = (name if name.startswith("encoder.") else f"{half}.{name}").rpartition(".")
+    number = "".join(filter(str.isdigit, part))
+    theirs = HUGGING_FACE[part.replace(f".{number}.", ".#.")].replace("#", number)
+    start = theirs.rfind(".") + 1
+    return [f"{theirs[:start]}{last}.{kind}" for last in theirs[start:].split("|")]
+
+
+def export(
+    folder: Path, network: nn.Module, half: str, config: ElectraConfig, tokenizer: Any
+) -> None:
+    """Write the generator or discriminator (or an encoder alone) as a folder for `transformers`."""
+    state: dict[str, Tensor] = {}
+    for name, value in network.state_dict().items():
+        names = hugging_face_names(name, half)
+        state |= zip(names, value.cpu().chunk(len(names)), strict=True)
+    settings = {theirs: getattr(config, ours) for ours, theirs in HUGGING_FACE_CONFIG.items()}
+    data.write_hugging_face(folder, settings | {"pad_token_id": config.pad_id}, state, tokenizer)
+
+
+def hugging_face_config(config: ElectraConfig, folder: Path) -> ElectraConfig:
+    """`config` with the shape of the networks in a Hugging Face folder."""
+    halves = {}
+    for half, (settings, _) in data.read_hugging_face(folder).items():
+        shape = {ours: settings.get(theirs) for ours, theirs in HUGGING_FACE_CONFIG.items()}
+        halves[half] = {ours: value for ours, value in shape.items() if value is not None}
+    narrow = ("hidden_size", "num_heads", "intermediate_size")
+    generator = halves.get("generator", {})
+    common = {key: value for key, value in generator.items() if key not in narrow}
+    config = replace(config, **halves.get("discriminator", common))
+    if generator:
+        config.generator_size = generator["hidden_size"] / config.hidden_size
+        ours = asdict(generator_config(config)) | {"dropout": generator.get("dropout")}
+        if wrong := [f"{k} {v} (not {ours[k]})" for k, v in generator.items() if v != ours[k]]:
+            raise data.InputError(f"{folder}: cannot use a generator of {', '.join(wrong)}.")
+    return config
+
+
+def load_hugging_face(model: Electra, folder: Path) -> None:
+    """Copy the weights of a Hugging Face folder; parts without weights there are named, and new."""
+    halves = data.read_hugging_face(folder)
+    for half, (_, theirs) in halves.items():
+        ours = getattr(model, half).state_dict()
+        names = {name: hugging_face_names(name, half) for name in ours}
+        ours |= data.match_weights(folder, half, ours, theirs, names)
+        getattr(model, half).load_state_dict(ours)
+    for half in {"generator", "discriminator"} - set(halves):
+        print(f"{folder}: no {half}. Beyond the embeddings, ours starts from random weights.")
+
+
 def load_run(out: Path) -> tuple[Electra, Any, dict[str, Any]]:
-    """Model, tokenizer and settings of a run; settings["step"] says how far it was trained."""
+    """Model, tokenizer and settings of a run, or of a Hugging Face folder.
+
+    settings["step"] says how far the run was trained; settings["size"] whose recipe it follows.
+    """
+    settings = data.read_json(out / "config.json") if (out / "config.json").exists() else {}
+    if "model_type" in settings:
+        config = hugging_face_config(ElectraConfig(), out)
+        tokenizer = data.load_tokenizer(data.find_tokenizer(out))
+        model = Electra(replace(config, **data.special_ids(tokenizer)))
+        load_hugging_face(model, out)
+        sizes = [size for size in SIZES if SIZES[size][0].hidden_size == config.hidden_size]
+        settings = {"size": (sizes or ["small"])[0], "length": config.max_positions, "step": 0}
+        return model.eval(), tokenizer, settings
     state = data.load_checkpoint(out / "checkpoint.pt")
     if state is None:
         raise data.InputError(f"{out}: no trained model. Train one: python electra.py --out {out}")
-    settings = json.loads((out / "config.json").read_text())
-    model = Electra(ElectraConfig(**{f.name: settings[f.name] for f in fields(ElectraConfig)}))
+    known = {f.name for f in fields(ElectraConfig)} & set(settings)
+    model = Electra(ElectraConfig(**{name: settings[name] for name in known}))
     model.load_state_dict(state["model"])
     tokenizer = data.load_tokenizer(out / "tokenizer.json")
     return model.eval(), tokenizer, settings | {"step": state["step"]}
 
 
 # ---- 8. The training loop. ---------------------------------------------------------------------
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def choose_device(name: str) -> torch.device:
-    if name == "auto":
-        found = torch.accelerator.is_available()
-        name = torch.accelerator.current_accelerator().type if found else "cpu"
-    try:
-        return torch.empty(1, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise data.InputError(f"--device {name}: {str(error).splitlines()[0]}") from None
-
-
-def choose_precision(name: str, device: torch.device) -> str:
-    """bf16 where the hardware has it, fp16 on older GPUs; on a CPU what multiplies faster here."""
-    if name != "auto" or device.type == "mps":
-        return name.replace("auto", "fp32")
-    if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    x = {p: torch.ones(512, 512, dtype=DTYPES[p]) for p in ("fp32", "bf16")}
-    return min(x, key=lambda p: min(timeit.repeat(lambda: x[p] @ x[p], number=1, repeat=10)))
-
-
-def mean_losses(recent: list[Tensor], step: int, fp16: bool, world: int) -> list[float]:
-    """Mean losses of the steps up to `step`; stops the run at the first that is not finite."""
-    values = torch.stack(recent)  # (steps, 3): both losses and the gradient's norm
-    if world > 1:
-        torch.distributed.all_reduce(values)  # a sum
-    values = values.cpu() / world
-    # In fp16 a gradient may overflow: GradScaler leaves such a step out and lowers its scale.
-    bad = (~values[:, : 2 if fp16 else 3].isfinite().all(1)).nonzero()
-    if len(bad):
-        losses = "generator loss {}, discriminator loss {}, gradient norm {}"
-        raise data.InputError(
-            f"step {step - len(recent) + 1 + int(bad[0, 0])} is not finite: "
-            f"{losses.format(*values[bad[0, 0]].tolist())}. The last checkpoint is untouched: "
-            "go on with --precision fp32 or a lower --learning_rate."
-        )
-    return values[:, :2].double().mean(0).tolist()
-
-
 def pretrain(config: ElectraConfig, run: RunConfig) -> None:
     """Everything from a text to a trained model in the folder `run.out`."""
     data.keep_memory()
@@ -568,18 +619,20 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
     with data.first_process_first(rank, world):
         corpus = data.prepare(run.data, run.tokens, run.tokenizer, run.vocab, config.vocab_size)
         tokenizer, train, valid, fingerprint = corpus
-        pad, _, cls, sep, mask = map(tokenizer.token_to_id, data.SPECIAL_TOKENS)
-        config = replace(config, pad_id=pad, cls_id=cls, sep_id=sep, mask_id=mask)
-        config.vocab_size = tokenizer.get_vocab_size()
+        config = replace(config, **data.special_ids(tokenizer))
+        if not run.init_from:  # a model from elsewhere may have rows that its tokenizer never uses
+            config.vocab_size = tokenizer.get_vocab_size()
         settings = asdict(run) | asdict(config) | {"text": fingerprint}
         held = data.open_run(out, settings, tokenizer.to_str(pretty=True), write=rank == 0)
 
     # Model and optimiser, where they start or where they stopped.
-    device = choose_device(run.device)
-    precision = choose_precision(run.precision, device)
+    device = data.choose_device(run.device)
+    precision = data.choose_precision(run.precision, device)
     torch.manual_seed(run.seed)
     model = Electra(config)
-    if run.unigram_bias:
+    if run.init_from:
+        load_hugging_face(model, Path(run.init_from))
+    elif run.unigram_bias:
         counts = np.bincount(train[:10_000_000], minlength=config.vocab_size) + 1.0
         model.generator.bias.data = torch.tensor(np.log(counts / counts.sum()), dtype=torch.float32)
     model.to(device).train()
@@ -587,7 +640,7 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
         model.compile()
     optimizer = make_optimizer(model, run)
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
-    autocast = torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32")
+    autocast = torch.autocast(device.type, data.DTYPES[precision], enabled=precision != "fp32")
     step, seconds, logged = 0, 0.0, 0.0  # time spent training, and that of the last row logged
     recent: list[Tensor] = []  # losses since that row; they stay on the device
     state = data.load_checkpoint(out / "checkpoint.pt")
@@ -659,7 +712,7 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
         save = evaluation or stopping or log and time.perf_counter() - saved > 60 * run.save_minutes
         if not (log or save):
             continue
-        means = mean_losses(recent, step, precision == "fp16", world)
+        means = data.mean_losses(recent, step, precision == "fp16", world)
         seconds += time.perf_counter() - clock
         if log:
             speed = len(recent) * run.batch_size * run.length / (seconds - logged)
@@ -686,6 +739,9 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
             saved = time.perf_counter()
         clock = time.perf_counter()
     bar.close()
+    if rank == 0:
+        for half, of in (("generator", generator_config(config)), ("discriminator", config)):
+            export(out / half, getattr(model, half), half, of, tokenizer)
     held.close()
     more = "--steps asks for more" if step == run.steps else "the same command goes on from there"
     print(f"{out}: {step:,} of {run.steps:,} steps are done; {more}.")
@@ -721,6 +777,12 @@ def parse_arguments(arguments: list[str] | None) -> tuple[ElectraConfig, RunConf
     given = given if given.get("data") else DEMO | given
     of_model = {name: given.pop(name) for name in list(given) if hasattr(config, name)}
     config, run = replace(config, **of_model), replace(run, **given)
+    if run.init_from:
+        config = hugging_face_config(config, Path(run.init_from))
+        if other := [k for k, v in of_model.items() if getattr(config, k) != v]:
+            raise data.InputError(f"{run.init_from} decides --{other[0]}: leave the option out.")
+        if not {"tokenizer", "vocab"} & set(given):
+            run.tokenizer = str(data.find_tokenizer(Path(run.init_from)))
     share = (run.micro_batch or 1) * int(os.environ.get("WORLD_SIZE", "1"))
     width, every = generator_config(config), (run.log_every, run.eval_every, run.eval_sequences)
     for wrong, problem in (
@@ -731,7 +793,10 @@ def parse_arguments(arguments: list[str] | None) -> tuple[ElectraConfig, RunConf
         (width.hidden_size % width.num_heads, "a generator of this width cannot have its heads"),
         (config.share_encoder and width != config, "--share_encoder needs --generator_size 1"),
         (not 0 < config.mask_prob < 1, "--mask_prob must lie between 0 and 1"),
-        (run.precision not in ("auto", *DTYPES), "--precision must be auto, fp32, bf16 or fp16"),
+        (
+            run.precision not in ("auto", *data.DTYPES),
+            "--precision must be auto, fp32, bf16 or fp16",
+        ),
     ):
         if wrong:
             raise data.InputError(f"{problem}.")

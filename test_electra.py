@@ -8,6 +8,8 @@ import json
 import math
 import os
 import re
+import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -26,9 +28,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, pearsonr, spearmanr
 from sklearn.metrics import f1_score, matthews_corrcoef, roc_auc_score
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import (
+    AutoModel,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    ElectraForMaskedLM,
+    ElectraForPreTraining,
+    ElectraForSequenceClassification,
+    ElectraModel,
+    ElectraTokenizerFast,
+    PreTrainedModel,
+    pipeline,
+)
 from transformers import ElectraConfig as HFConfig
-from transformers import ElectraForMaskedLM, ElectraForPreTraining
 
 import data
 import electra
@@ -129,79 +143,6 @@ def test_generator_shrinks_in_width_heads_and_feed_forward_only(
 
 
 # ---------------------------------------------------------------------------- 3. Encoder
-
-
-def hugging_face(net: torch.nn.Module, config: ElectraConfig, cls: type) -> torch.nn.Module:
-    """The same network as Hugging Face writes it, with the same weights."""
-    theirs = cls(
-        HFConfig(
-            vocab_size=config.vocab_size,
-            embedding_size=config.embedding_size,
-            hidden_size=config.hidden_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            intermediate_size=config.intermediate_size,
-            max_position_embeddings=config.max_positions,
-        )
-    ).eval()
-    names = [
-        (
-            r"^encoder\.embeddings\.(word|position|token_type)\.",
-            r"electra.embeddings.\1_embeddings.",
-        ),
-        (r"^encoder\.embeddings\.norm", "electra.embeddings.LayerNorm"),
-        (r"^encoder\.project", "electra.embeddings_project"),
-        (r"^encoder\.layers\.(\d+)\.", r"electra.encoder.layer.\1."),
-        (r"(layer\.\d+)\.attention\.output\.", r"\1.attention.output.dense."),
-        (r"(layer\.\d+)\.attention_norm", r"\1.attention.output.LayerNorm"),
-        (r"(layer\.\d+)\.intermediate\.", r"\1.intermediate.dense."),
-        (r"(layer\.\d+)\.output\.", r"\1.output.dense."),
-        (r"(layer\.\d+)\.output_norm", r"\1.output.LayerNorm"),
-    ]
-    head = {"dense": "dense", "norm": "LayerNorm", "prediction": "dense_prediction"}
-    state = {}
-    for name, value in net.state_dict().items():
-        for pattern, replacement in names:
-            name = re.sub(pattern, replacement, name)
-        part, _, rest = name.partition(".")
-        if part in head:
-            kind = "generator" if cls is ElectraForMaskedLM else "discriminator"
-            name = f"{kind}_predictions.{head[part]}.{rest}"
-        if "query_key_value" in name:
-            for part, third in zip(("query", "key", "value"), value.chunk(3), strict=True):
-                state[name.replace("query_key_value", f"self.{part}")] = third
-        else:
-            state["generator_lm_head.bias" if name == "bias" else name] = value
-    missing, unexpected = theirs.load_state_dict(state, strict=False)
-    assert not unexpected
-    assert set(missing) <= {"electra.embeddings.position_ids", "generator_lm_head.weight"}
-    theirs.tie_weights()
-    return theirs
-
-
-@pytest.mark.parametrize("embedding_size", [16, 32])
-def test_discriminator_logits_equal_hugging_face(embedding_size: int) -> None:
-    net = model(dataclasses.replace(TINY, embedding_size=embedding_size))
-    theirs = hugging_face(net.discriminator, net.config, ElectraForPreTraining)
-    ids, mask = padded(sentences(3, 20), [20, 13, 6])
-    types = (torch.arange(20) > 7).long().expand(3, 20)
-    with torch.no_grad():
-        ours = net.discriminator(ids, mask, types)
-        expected = theirs(ids, mask, types).logits
-    torch.testing.assert_close(ours[mask == 1], expected[mask == 1], atol=1e-5, rtol=1e-5)
-
-
-def test_generator_logits_equal_hugging_face_at_the_chosen_positions() -> None:
-    net = model()
-    config = electra.generator_config(TINY)
-    theirs = hugging_face(net.generator, config, ElectraForMaskedLM)
-    ids, mask = padded(sentences(3, 20), [20, 13, 9])
-    types = (torch.arange(20) > 7).long().expand(3, 20)
-    positions = torch.tensor([[1, 18], [5, 2], [0, 7]])
-    with torch.no_grad():
-        ours = net.generator(ids, mask, types, positions)
-        expected = theirs(ids, mask, types).logits[torch.arange(3)[:, None], positions]
-    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_dropout_acts_in_training_only() -> None:
@@ -1383,6 +1324,364 @@ def test_the_checkpoint_before_is_used_where_the_newest_is_damaged_or_missing(
     assert data.load_checkpoint(path) == {"step": 1}
 
 
+# ---------------------------------------------------------------------------- 7. Hugging Face
+
+
+def exported(net: Electra, tokenizer: data.Tokenizer, folder: Path) -> Path:
+    """The folder of a run, as far as `transformers` reads it."""
+    narrow = electra.generator_config(net.config)
+    electra.export(folder / "generator", net.generator, "generator", narrow, tokenizer)
+    electra.export(
+        folder / "discriminator", net.discriminator, "discriminator", net.config, tokenizer
+    )
+    return folder
+
+
+def load_theirs(cls: type, folder: Path) -> PreTrainedModel:
+    """Load a model with `transformers`; no key may be missing or unexpected."""
+    net, info = cls.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    return net.eval()
+
+
+@pytest.fixture(scope="module")
+def letters() -> data.Tokenizer:
+    """A tokenizer of 100 entries."""
+    characters = ["#", *map(chr, range(33, 35)), *map(chr, range(36, 123))][:95]
+    words = [*data.SPECIAL_TOKENS, *characters][:100]
+    words += [f"w{i}" for i in range(100 - len(words))]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    return data.finish_tokenizer(
+        data.word_piece(data.models.WordPiece(vocabulary, unk_token="[UNK]")), ""
+    )
+
+
+PADDED = padded(sentences(3, 20), [20, 13, 6])
+TYPES = (torch.arange(20) > 7).long().expand(3, 20)
+
+
+@pytest.mark.parametrize("embedding_size", [16, 32])
+def test_an_exported_discriminator_gives_our_logits_in_transformers(
+    embedding_size: int, letters: data.Tokenizer, tmp_path: Path
+) -> None:
+    net = model(dataclasses.replace(TINY, embedding_size=embedding_size))
+    exported(net, letters, tmp_path)
+    theirs = load_theirs(ElectraForPreTraining, tmp_path / "discriminator")
+    ids, mask = PADDED
+    with torch.no_grad():
+        ours = net.discriminator(ids, mask, TYPES)
+        expected = theirs(ids, mask, TYPES).logits
+    torch.testing.assert_close(ours[mask == 1], expected[mask == 1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1 / 2, 1.0])
+def test_an_exported_generator_gives_our_logits_in_transformers(
+    size: float, letters: data.Tokenizer, tmp_path: Path
+) -> None:
+    net = model(dataclasses.replace(TINY, generator_size=size))
+    nn.init.normal_(net.generator.bias)
+    exported(net, letters, tmp_path)
+    theirs = load_theirs(ElectraForMaskedLM, tmp_path / "generator")
+    ids, mask = PADDED
+    positions = torch.tensor([[1, 18], [5, 2], [0, 4]])
+    with torch.no_grad():
+        ours = net.generator(ids, mask, TYPES, positions)
+        expected = theirs(ids, mask, TYPES).logits[torch.arange(3)[:, None], positions]
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_both_networks_of_a_shared_encoder_are_exported(
+    letters: data.Tokenizer, tmp_path: Path
+) -> None:
+    net = model(dataclasses.replace(TINY, generator_size=1.0, share_encoder=True, num_heads=1))
+    exported(net, letters, tmp_path)
+    discriminator = load_theirs(ElectraForPreTraining, tmp_path / "discriminator")
+    generator = load_theirs(ElectraForMaskedLM, tmp_path / "generator")
+    ids, mask = PADDED
+    with torch.no_grad():
+        one, two = discriminator.electra(ids, mask)[0], generator.electra(ids, mask)[0]
+    assert torch.equal(one, two)
+
+
+def test_the_encoder_loads_for_other_purposes_and_a_fresh_head_is_all_that_is_missing(
+    letters: data.Tokenizer, tmp_path: Path
+) -> None:
+    exported(model(), letters, tmp_path)
+    net, info = AutoModel.from_pretrained(tmp_path / "discriminator", output_loading_info=True)
+    assert isinstance(net, ElectraModel)
+    assert not info["missing_keys"]
+    assert {key.split(".")[0] for key in info["unexpected_keys"]} == {"discriminator_predictions"}
+    _, info = ElectraForSequenceClassification.from_pretrained(
+        tmp_path / "discriminator", output_loading_info=True
+    )
+    assert {key.split(".")[0] for key in info["missing_keys"]} == {"classifier"}
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "cased", "bpe"])
+def test_the_exported_tokenizer_gives_our_ids(kind: str, tmp_path: Path) -> None:
+    text = "The Café of Zürich,\tNAÏVE and cased: résumé! " * 50
+    if kind == "cased":
+        (tmp_path / "vocab.txt").write_text(
+            "\n".join([*data.SPECIAL_TOKENS, "The", "the", "Café", "Cafe", "of", ",", "##s"])
+        )
+        (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": false}')
+        tokenizer = data.load_tokenizer(tmp_path / "vocab.txt")
+    else:
+        tokenizer = data.finish_tokenizer(data.train_tokenizer([text], kind, 300), "")
+    config = dataclasses.replace(TINY, vocab_size=tokenizer.get_vocab_size())
+    exported(model(config), tokenizer, tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "discriminator")
+    for texts in (("The Café of Zürich",), ("the cafe", "of résumé,s Café")):
+        ours, expected = tokenizer.encode(*texts), theirs(*texts)
+        assert expected["input_ids"] == ours.ids
+        assert expected["token_type_ids"] == ours.type_ids
+    settings = json.loads((tmp_path / "discriminator" / "tokenizer_config.json").read_text())
+    assert settings["do_lower_case"] == (kind == "wordpiece")
+    assert (theirs.mask_token_id, theirs.pad_token_id) == (MASK, PAD)
+
+
+def test_fill_mask_works_on_an_exported_generator(letters: data.Tokenizer, tmp_path: Path) -> None:
+    exported(model(), letters, tmp_path)
+    fill = pipeline("fill-mask", model=str(tmp_path / "generator"), device="cpu")
+    answers = fill("a b [MASK] d", top_k=3)
+    assert len(answers) == 3
+    assert answers[0]["score"] >= answers[1]["score"] > 0
+
+
+def test_without_the_safetensors_package_weights_are_a_state_dict(
+    letters: data.Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = model()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "safetensors.torch", None)
+        exported(net, letters, tmp_path)
+        again, _, _ = electra.load_run(tmp_path / "discriminator")
+    assert not list(tmp_path.glob("*/model.safetensors"))
+    state = torch.load(tmp_path / "generator" / "pytorch_model.bin", weights_only=True)
+    assert torch.equal(state["generator_lm_head.bias"], net.generator.bias)
+    for name, value in net.discriminator.state_dict().items():
+        assert torch.equal(again.discriminator.state_dict()[name], value), name
+    with monkeypatch.context() as patch:
+        exported(net, letters, tmp_path / "safe")
+        patch.setitem(sys.modules, "safetensors.torch", None)
+        with pytest.raises(data.InputError, match="pip install safetensors"):
+            electra.load_run(tmp_path / "safe" / "discriminator")
+
+
+HF_TINY: dict[str, Any] = {
+    "vocab_size": 120, "embedding_size": 16, "hidden_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "intermediate_size": 64, "max_position_embeddings": 40,
+}  # fmt: skip
+
+
+def released(
+    folder: Path, cls: type, seed: int = 0, binary: bool = False, **settings: Any
+) -> PreTrainedModel:
+    """A stand-in for a released model: random weights, saved by `transformers`."""
+    torch.manual_seed(seed)
+    net = cls(HFConfig(**HF_TINY | settings)).eval()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.normal_(0, 0.2)
+    net.save_pretrained(folder)
+    if binary:
+        (folder / "model.safetensors").unlink()
+        torch.save(net.state_dict(), folder / "pytorch_model.bin")
+    words = [*data.SPECIAL_TOKENS, *"abcdefghijklmnopqrstuvwxyz", "##a", "##b"]
+    (folder / "vocab.txt").write_text("\n".join(words) + "\n")
+    return net
+
+
+@pytest.mark.parametrize("binary", [False, True])
+@pytest.mark.parametrize("embedding_size", [16, 128])
+def test_a_hugging_face_discriminator_gives_their_logits_here(
+    binary: bool, embedding_size: int, tmp_path: Path
+) -> None:
+    theirs = released(tmp_path, ElectraForPreTraining, binary=binary, embedding_size=embedding_size)
+    net, tokenizer, _ = electra.load_run(tmp_path)
+    assert (net.config.vocab_size, tokenizer.get_vocab_size()) == (120, 33)
+    ids, mask = PADDED
+    with torch.no_grad():
+        ours = net.discriminator(ids, mask, TYPES)
+        expected = theirs(ids, mask, TYPES).logits
+    torch.testing.assert_close(ours[mask == 1], expected[mask == 1], atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_a_hugging_face_generator_of_any_fraction_gives_their_logits_here(
+    width: int, tmp_path: Path
+) -> None:
+    released(tmp_path / "discriminator", ElectraForPreTraining, seed=1)
+    shape = {"hidden_size": width, "intermediate_size": width // 2}
+    theirs = released(
+        tmp_path / "generator", ElectraForMaskedLM, num_attention_heads=max(1, width // 64), **shape
+    )
+    words = data.read_hugging_face(tmp_path)["discriminator"][1][
+        "electra.embeddings.word_embeddings.weight"
+    ]
+    net = Electra(electra.hugging_face_config(ElectraConfig(), tmp_path)).eval()
+    electra.load_hugging_face(net, tmp_path)
+    # Two models that were not trained together: the table that both use here is the discriminator's.
+    assert torch.equal(net.generator.encoder.embeddings.word.weight, words)
+    theirs.electra.embeddings.load_state_dict(
+        load_theirs(
+            ElectraForPreTraining, tmp_path / "discriminator"
+        ).electra.embeddings.state_dict()
+    )
+    ids, mask = PADDED
+    with torch.no_grad():
+        ours, expected = net.generator(ids, mask, TYPES), theirs(ids, mask, TYPES).logits
+    torch.testing.assert_close(ours[mask == 1], expected[mask == 1], atol=1e-4, rtol=1e-5)
+
+
+def test_what_has_no_weights_in_the_folder_starts_fresh_and_is_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    released(tmp_path / "one", ElectraForPreTraining)
+    electra.load_run(tmp_path / "one")
+    assert "no generator" in capsys.readouterr().out
+    released(tmp_path / "bare", ElectraModel)
+    electra.load_run(tmp_path / "bare")
+    printed = capsys.readouterr().out
+    assert "the discriminator has no head" in printed
+    released(tmp_path / "tuned", ElectraForSequenceClassification)
+    electra.load_run(tmp_path / "tuned")
+    printed = capsys.readouterr().out
+    assert "not used: classifier.dense.bias, classifier.dense.weight" in printed
+    shape = {"hidden_size": 64, "num_attention_heads": 1, "intermediate_size": 256}
+    released(tmp_path / "gen", ElectraForMaskedLM, **shape)
+    config = electra.hugging_face_config(ElectraConfig(), tmp_path / "gen")
+    assert (config.hidden_size, config.vocab_size, config.num_layers) == (256, 120, 2)
+    electra.load_hugging_face(Electra(config), tmp_path / "gen")
+    assert "no discriminator" in capsys.readouterr().out
+
+
+def other_layers(folder: Path) -> None:
+    state = torch.load(folder / "pytorch_model.bin")
+    del state["electra.encoder.layer.1.attention.self.key.bias"]
+    torch.save(state, folder / "pytorch_model.bin")
+
+
+def other_shape(folder: Path) -> None:
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"vocab_size": 99}))
+
+
+def other_activation(folder: Path) -> None:
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"hidden_act": "relu"}))
+
+
+def another_generator(folder: Path) -> None:
+    released(folder / "generator", ElectraForMaskedLM, hidden_size=64)
+    shutil.copytree(folder, folder / "discriminator", ignore=shutil.ignore_patterns("generator"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (other_layers, "no weights electra.encoder.layer.1.attention.self.key.bias"),
+        (other_shape, r"word_embeddings.weight is \[120, 16\], not \[99, 16\]"),
+        (other_activation, "hidden_act is relu, not gelu"),
+        (another_generator, "cannot use a generator of num_heads 2"),
+        (
+            lambda f: BertModel(BertConfig(vocab_size=9)).config.save_pretrained(f),
+            "model_type is bert",
+        ),
+        (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
+        (lambda f: (f / "config.json").write_text("{"), "not JSON"),
+        (lambda f: (f / "pytorch_model.bin").unlink(), "no model.safetensors and no"),
+        (lambda f: (f / "pytorch_model.bin").write_bytes(b"PK"), "cannot be read"),
+        (lambda f: (f / "vocab.txt").unlink(), "no tokenizer.json and no vocab.txt"),
+    ],
+)
+def test_a_hugging_face_folder_that_does_not_fit_is_refused_by_name(
+    damage: Callable[[Path], Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "hf"
+    released(folder, ElectraForPreTraining, binary=True)
+    damage(folder)
+    (tmp_path / "text.txt").write_text(TEXT)
+    arguments = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out")]
+    run = [*arguments, "--init_from", str(folder), "--length", "32", "--batch_size", "2"]
+    capsys.readouterr()
+    code = data.run_program("electra.py", lambda: electra.main([*run, "--steps", "1"]))
+    printed = capsys.readouterr().err
+    assert code == 2
+    assert re.search(message, printed), printed
+    assert printed.count("\n") == 1
+
+
+def test_export_import_export_gives_byte_equal_files(finished: Path, tmp_path: Path) -> None:
+    net, tokenizer, _ = electra.load_run(finished / "out")
+    exported(net, tokenizer, tmp_path / "one")
+    again = Electra(
+        dataclasses.replace(
+            electra.hugging_face_config(ElectraConfig(), tmp_path / "one"),
+            **data.special_ids(tokenizer),
+        )
+    )
+    electra.load_hugging_face(again, tmp_path / "one")
+    tokenizer = data.load_tokenizer(data.find_tokenizer(tmp_path / "one"))
+    exported(again, tokenizer, tmp_path / "two")
+    names = sorted(p.relative_to(tmp_path / "one") for p in (tmp_path / "one").glob("*/*"))
+    assert len(names) == 8
+    for name in names:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), (
+            name
+        )
+    # The run wrote the same at its end.
+    for name in names:
+        assert (tmp_path / "one" / name).read_bytes() == (finished / "out" / name).read_bytes(), (
+            name
+        )
+
+
+def test_pre_training_starts_from_a_hugging_face_folder_and_its_tokenizer(tmp_path: Path) -> None:
+    shape = {"num_attention_heads": 1, "hidden_size": 32, "intermediate_size": 16}
+    theirs = released(tmp_path / "hf" / "generator", ElectraForMaskedLM, **shape)
+    released(tmp_path / "hf" / "discriminator", ElectraForPreTraining)
+    (tmp_path / "text.txt").write_text(TEXT)
+    arguments = ["--data", "text.txt", "--init_from", "hf", "--length", "32", "--batch_size", "4"]
+    arguments += ["--steps", "1", "--precision", "fp32", "--eval_sequences", "4"]
+    result = run_program(tmp_path, *arguments, "--learning_rate", "0")
+    assert result.returncode == 0, result.stderr
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (settings["vocab_size"], settings["generator_size"], settings["mask_id"]) == (
+        120,
+        0.25,
+        4,
+    )
+    state = load_theirs(ElectraForMaskedLM, tmp_path / "out" / "generator").state_dict()
+    for name, value in theirs.state_dict().items():
+        if name.startswith("electra.encoder") or "predictions" in name:
+            assert torch.equal(state[name], value), name
+    vocabulary = data.load_tokenizer(tmp_path / "out" / "tokenizer.json").get_vocab()
+    assert vocabulary == data.load_tokenizer(tmp_path / "hf/generator/vocab.txt").get_vocab()
+    refused = run_program(tmp_path, *arguments, "--out", "two", "--hidden_size", "64")
+    assert refused.returncode == 2
+    assert "hf decides --hidden_size" in refused.stderr
+    # A run's own folder will do, once it has ended.
+    again = run_program(tmp_path, *arguments[:3], "out", *arguments[4:], "--out", "three")
+    assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.parametrize("cased", [False, True])
+def test_a_vocab_txt_is_read_as_tokenizer_config_says(cased: bool, tmp_path: Path) -> None:
+    words = [*data.SPECIAL_TOKENS, "The", "the", "café", "cafe", "Café", "##s"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": not cased}))
+    theirs = ElectraTokenizerFast(
+        vocab=str(tmp_path / "vocab.txt"),
+        vocab_file=str(tmp_path / "vocab.txt"),
+        do_lower_case=not cased,
+    )
+    ours = data.load_tokenizer(tmp_path / "vocab.txt")
+    for text in ("The Café", "the cafés", "THE cafe"):
+        assert ours.encode(text).ids == theirs(text)["input_ids"]
+
+
 # ---------------------------------------------------------------------------- data.py: GLUE's files
 
 # Columns of texts and label in train and dev, columns of the texts in test, as the task's authors
@@ -2022,6 +2321,64 @@ def test_runs_start_from_the_weights_that_model_and_init_from_name(
     random = [first_weights(seed, "--model", "none") for seed in (0, 1)]
     assert not torch.equal(*random)
     assert not torch.equal(random[0], pre_trained)
+
+
+def test_a_hugging_face_model_is_fine_tuned_by_the_recipe_of_its_size(sweep: Path) -> None:
+    released(sweep / "released", ElectraForPreTraining, vocab_size=40)
+    result = run_glue(sweep, "--model", "released", "--task", "RTE", "--epochs", "1")
+    assert result.returncode == 0, result.stderr
+    assert "RTE seed 0: accuracy" in result.stdout
+    with (sweep / "released" / "glue" / "results.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert (row["learning_rate"], row["length"]) == ("0.0003", "40")
+
+
+def test_an_exported_task_has_our_encoder_and_labels_and_no_head(sweep: Path) -> None:
+    result = run_glue(sweep, "--model", "out/glue/RTE", "--export", "exported")
+    assert result.returncode == 0, result.stderr
+    assert "The head stays behind" in result.stdout
+    theirs = load_theirs(ElectraModel, sweep / "exported")
+    ours, _, _ = train_glue.load_model(sweep / "out" / "glue" / "RTE")
+    encoded = AutoTokenizer.from_pretrained(sweep / "exported")(
+        "the few", "a number", return_tensors="pt"
+    )
+    with torch.no_grad():
+        expected = theirs(**encoded).last_hidden_state
+        order = ("input_ids", "attention_mask", "token_type_ids")
+        assert torch.allclose(ours.encoder(*[encoded[name] for name in order]), expected, atol=1e-5)
+    net = ElectraForSequenceClassification.from_pretrained(sweep / "exported")
+    assert net.config.id2label == {0: "entailment", 1: "not_entailment"}
+    again = run_glue(sweep, "--model", "out/glue/RTE", "--export", "exported")
+    assert again.returncode == 2
+    assert "exported holds a model already" in again.stderr
+
+
+def test_the_commands_of_the_readme_with_hugging_face_work(sweep: Path) -> None:
+    readme = (Path(electra.__file__).parent / "README.md").read_text()
+    section = readme[readme.index("## With Hugging Face") : readme.index("## Options")]
+    folder = sweep / "readme"
+    shutil.copytree(sweep / "out", folder / "out")
+    shutil.copytree(sweep / "glue", folder / "glue")
+    (folder / "owt.txt").write_text(TEXT)
+    narrow = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 1}
+    released(folder / "electra-small" / "generator", ElectraForMaskedLM, vocab_size=40, **narrow)
+    released(folder / "electra-small" / "discriminator", ElectraForPreTraining, vocab_size=40)
+    tiny = ["--steps", "2", "--length", "32", "--batch_size", "4", "--eval_sequences", "4"]
+    small = {"--init_from": tiny, "--task": ["--epochs", "1"], "--detect": [], "--export": []}
+    commands = re.findall(r"^    python (\w+\.py)(.*)$", section, re.MULTILINE)
+    assert len(commands) == 4
+    for program, arguments in commands:
+        given = shlex.split(arguments)
+        (more,) = [small[name] for name in small if name in given]
+        run = run_program if program == "electra.py" else run_glue
+        result = run(folder, *given, *more)
+        assert result.returncode == 0, result.stderr
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    result = subprocess.run(
+        [sys.executable, "-c", code], check=False, cwd=folder, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert "sequence" in result.stdout
 
 
 def test_the_submission_has_eleven_files_with_labels_by_name(sweep: Path) -> None:

@@ -41,13 +41,11 @@ from tqdm import tqdm
 import data
 from data import GLUE, Example, InputError
 from electra import (
-    DTYPES,
     Electra,
     ElectraConfig,
     Encoder,
     RunConfig,
-    choose_device,
-    choose_precision,
+    export,
     learning_rate,
     load_run,
     mean_ranks,
@@ -83,6 +81,9 @@ class GlueConfig:
     device: str = option("auto", "auto, cuda, mps or cpu")
     save: str = option("none", "none, or which model of a task to keep: best (on dev) or last")
     predict: bool = option(False, "also write the submission for the GLUE site, a zip")
+    export: str = option(
+        "", "write the encoder of a saved --model to this folder, for Hugging Face"
+    )
     classify: str = option(
         "", "TEXT, or two with a tab between them, for a saved --model; -: stdin"
     )
@@ -247,7 +248,7 @@ def new_classifier(start: Start, task: str, head: str) -> Classifier:
 def classify(model: Classifier, encoded: Encoded, rows: np.ndarray, precision: str) -> Tensor:
     """Logits (B, classes) of some rows, in mixed precision."""
     device = model.prediction.weight.device
-    with torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32"):
+    with torch.autocast(device.type, data.DTYPES[precision], enabled=precision != "fp32"):
         return model(*collate(encoded, rows, device)).float()
 
 
@@ -257,7 +258,7 @@ def fine_tune(
     """One run: head and encoder trained together for a few epochs (appendix B)."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    device = choose_device(options.device)
+    device = data.choose_device(options.device)
     model = new_classifier(start, task, options.head).to(device).train()
     optimizer = layerwise_optimizer(model, options.layer_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=options.precision == "fp16")
@@ -427,7 +428,7 @@ def run_task(task: str, start: Start, options: GlueConfig, folder: Path) -> list
     results = [row for row in results if int(row["seed"]) < options.seeds]
     if options.save != "none":
         seed = wanted_seed(results, options)
-        if not saved.exists() or json.loads(saved.read_text())["seed"] != seed:
+        if not saved.exists() or data.read_json(saved)["seed"] != seed:
             # A run that was finished before --save asked for its model is done again.
             model = kept.get(seed) or fine_tune(task, encoded("train"), start, options, seed)
             save_model(folder / task, model, start, settings | {"seed": seed})
@@ -455,7 +456,7 @@ def save_model(folder: Path, model: Classifier, start: Start, settings: dict[str
 
 def check_saved(config: Path, settings: dict[str, Any]) -> None:
     """Refuse to overwrite a model of other settings; another seed of the same is fine."""
-    then = json.loads(config.read_text())
+    then = data.read_json(config)
     changed = [f"{k} {then[k]}, now {v}" for k, v in settings.items() if then.get(k) != v]
     if changed:
         raise InputError(f"{config.parent} holds another model ({'; '.join(changed)}). Move it.")
@@ -466,7 +467,7 @@ def load_model(folder: Path) -> tuple[Classifier, Tokenizer, dict[str, Any]]:
     for name in ("config.json", "model.pt", "tokenizer.json"):
         if not (folder / name).is_file():
             raise InputError(f"{folder}: no {name}. Name a folder that --save has written.")
-    settings = json.loads((folder / "config.json").read_text())
+    settings = data.read_json(folder / "config.json")
     tokenizer = data.load_tokenizer(folder / "tokenizer.json")
     start = Start(ElectraConfig(**settings["model"]), tokenizer, None, "", 0)
     model = new_classifier(start, settings["task"], settings["head"])
@@ -530,7 +531,7 @@ def write_submission(options: GlueConfig, folder: Path) -> None:
             test = Path(options.glue) / source / f"{file}.tsv"
             if test.is_file() and (folder / task / "model.pt").exists():
                 model, tokenizer, settings = load_model(folder / task)
-                model.to(choose_device(options.device))
+                model.to(data.choose_device(options.device))
                 examples = read_examples(options, source, file)
                 encoded = encode(examples, tokenizer, int(settings["length"]))
                 predicted = predict(model, encoded, task, options.precision)
@@ -564,6 +565,27 @@ def classify_texts(options: GlueConfig) -> None:
         print(answer(value, task) + (f"\t{chances.max():.1%}" if GLUE[task].labels else ""))
 
 
+def export_encoder(options: GlueConfig) -> None:
+    """Write the fine-tuned encoder and the label names as a Hugging Face folder, without a head."""
+    model, tokenizer, settings = load_model(Path(options.model))
+    folder = Path(options.export)
+    if (folder / "config.json").exists():
+        raise InputError(f"{folder} holds a model already. Choose another --export.")
+    encoder = nn.ModuleDict({"encoder": model.encoder})
+    export(folder, encoder, "discriminator", ElectraConfig(**settings["model"]), tokenizer)
+    labels = GLUE[settings["task"]].labels
+    names = dict(enumerate(labels)) or {0: "score"}
+    config = data.read_json(folder / "config.json") | {"id2label": names}
+    config |= {"label2id": {name: number for number, name in names.items()}}
+    config |= {"problem_type": "single_label_classification" if labels else "regression"}
+    data.write_atomically(folder / "config.json", json.dumps(config, indent=1))
+    print(
+        f"{folder}: the encoder and the labels {', '.join(names.values())}. The head stays behind: "
+        "ours, as the paper's, is one linear layer, Hugging Face's has another layer and a GELU "
+        "before it, so that a head of theirs has to be trained."
+    )
+
+
 # ---- The command line --------------------------------------------------------------------------
 def parse_arguments(arguments: list[str] | None) -> GlueConfig:
     parser = argparse.ArgumentParser(description="Fine-tune ELECTRA on GLUE.", allow_abbrev=False)
@@ -575,7 +597,7 @@ def parse_arguments(arguments: list[str] | None) -> GlueConfig:
         (options.head not in ("first", "mean"), "--head must be first or mean"),
         (options.save not in ("none", "best", "last"), "--save must be none, best or last"),
         (
-            options.precision not in ("auto", *DTYPES),
+            options.precision not in ("auto", *data.DTYPES),
             "--precision must be auto, fp32, bf16 or fp16",
         ),
         (min(options.seeds, options.batch_size) < 1, "--seeds and --batch_size must be at least 1"),
@@ -633,10 +655,12 @@ def sweep(options: GlueConfig) -> None:
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     data.keep_memory()
-    precision = choose_precision(options.precision, choose_device(options.device))
+    precision = data.choose_precision(options.precision, data.choose_device(options.device))
     options = replace(options, precision=precision)
     if options.classify:
         classify_texts(options)
+    elif options.export:
+        export_encoder(options)
     else:
         sweep(options)
 
