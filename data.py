@@ -245,6 +245,27 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> None:
             parser.add_argument(f"--{f.name}", default=argparse.SUPPRESS, **f.metadata, **kind)
 
 
+def check_settings(config: Any, narrow: Any, run: Any) -> None:
+    """InputError for a model, its generator (`narrow`) or a run that cannot be."""
+    share = (run.micro_batch or 1) * int(os.environ.get("WORLD_SIZE", "1"))
+    every = (run.log_every, run.eval_every, run.eval_sequences)
+    for wrong, problem in (
+        (not 8 <= run.length <= config.max_positions, "--length must be 8 to --max_positions"),
+        (min(run.batch_size, run.steps, *every) < 1, "sizes and intervals must be at least 1"),
+        (run.batch_size % share, "--micro_batch, times the processes, must divide --batch_size"),
+        (config.hidden_size % config.num_heads, "--num_heads must divide --hidden_size"),
+        (narrow.hidden_size % narrow.num_heads, "a generator of this width cannot have its heads"),
+        (config.share_encoder and narrow != config, "--share_encoder needs --generator_size 1"),
+        (not 0 < config.mask_prob < 1, "--mask_prob must lie between 0 and 1"),
+        (
+            run.precision not in ("auto", *DTYPES),
+            "--precision must be auto, fp32, bf16 or fp16",
+        ),
+    ):
+        if wrong:
+            raise InputError(f"{problem}.")
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file so that a reader sees the old or the new content, never a part."""
     temporary = path.with_name(path.name + ".tmp")
@@ -669,6 +690,14 @@ def get_batch(
     return ids, (column > cut + 1).astype(np.int64)
 
 
+def batch_on(device: torch.device, *arguments: Any) -> list[torch.Tensor]:
+    """get_batch as tensors on a device; pinned memory is copied while a GPU works."""
+    tensors = [torch.from_numpy(array) for array in get_batch(*arguments)]
+    if device.type == "cuda":
+        tensors = [x.pin_memory() for x in tensors]
+    return [x.to(device, non_blocking=True) for x in tensors]
+
+
 def find_sentence(tokens: np.ndarray, tokenizer: Tokenizer, length: int) -> list[int]:
     """The first whole sentence of 12 to 24 tokens, to show what a model makes of it."""
     ids, end = tokens[:100_000].tolist(), tokenizer.token_to_id("[SEP]")
@@ -677,6 +706,20 @@ def find_sentence(tokens: np.ndarray, tokenizer: Tokenizer, length: int) -> list
         if ids[stop] != end and 12 <= stop - before <= min(24, length - 2):
             return ids[before + 1 : stop + 1]
     return ids[: min(24, length - 2)]
+
+
+# ---- Measures ---------------------------------------------------------------------------------
+def mean_ranks(x: np.ndarray) -> np.ndarray:
+    """Ranks from 1; equal numbers share the mean of theirs."""
+    _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+
+
+def area_under_curve(scores: np.ndarray, labels: np.ndarray) -> float:
+    """Chance that a replaced token scores above an original one; ties, and no pairs, count half."""
+    n = int(labels.sum())  # replaced tokens
+    pairs, above = n * (len(labels) - n), mean_ranks(scores)[labels].sum() - n * (n + 1) / 2
+    return float(above / pairs) if pairs else 0.5
 
 
 # ---- The folder of a run -----------------------------------------------------------------------
@@ -766,21 +809,45 @@ FIXED |= {"type_vocab_size": 2}
 KINDS = {"generator": "ElectraForMaskedLM", "discriminator": "ElectraForPreTraining"}
 
 
+def hugging_face_names(table: dict[str, str], half: str, name: str) -> list[str]:
+    """Their name, or three, of the parameter `name` of our "generator" or "discriminator"."""
+    part, _, kind = (name if name.startswith("encoder.") else f"{half}.{name}").rpartition(".")
+    number = "".join(filter(str.isdigit, part))
+    theirs = f"{table[part.replace(f'.{number}.', '.#.')].replace('#', number)}.{kind}"
+    if "*" not in theirs:
+        return [theirs]
+    return [theirs.replace("*", third) for third in ("query", "key", "value")]
+
+
 def write_hugging_face(
-    folder: Path, settings: dict[str, Any], state: dict[str, torch.Tensor], tokenizer: Tokenizer
+    table: dict[str, str],
+    folder: Path,
+    half: str,
+    network: torch.nn.Module,
+    config: Any,
+    tokenizer: Tokenizer,
 ) -> None:
-    """config.json, weights and tokenizer, as `from_pretrained` of `transformers` reads them."""
+    """A generator, discriminator or encoder as `from_pretrained` of `transformers` reads it.
+
+    `table` leads from the names of our settings and parts to theirs.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    heads = [KINDS[half] for half in KINDS if any(name.startswith(half) for name in state)]
-    settings = FIXED | {"architectures": heads or ["ElectraModel"]} | settings
-    settings |= {"attention_probs_dropout_prob": settings["hidden_dropout_prob"]}
+    state: dict[str, torch.Tensor] = {}
+    for name, value in network.state_dict().items():
+        names = hugging_face_names(table, half, name)
+        pieces = (piece.cpu().contiguous() for piece in value.chunk(len(names)))
+        state |= zip(names, pieces, strict=True)
+    head = any(not name.startswith("electra.") for name in state)
+    settings = FIXED | {"architectures": [KINDS[half] if head else "ElectraModel"]}
+    settings |= {table[name]: x for name, x in vars(config).items() if name in table}
+    settings |= {"attention_probs_dropout_prob": config.dropout, "pad_token_id": config.pad_id}
     normalizer = json.loads(tokenizer.to_str())["normalizer"] or {}
     special = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
-    reads = {"tokenizer_class": "PreTrainedTokenizerFast"} | dict(zip(special, SPECIAL_TOKENS))
+    reads = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_positions}
+    reads |= dict(zip(special, SPECIAL_TOKENS, strict=True))
     reads |= {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
     reads |= {"do_lower_case": normalizer.get("lowercase", False)}
     reads |= {"strip_accents": normalizer.get("strip_accents")}
-    reads |= {"model_max_length": settings["max_position_embeddings"]}
     try:
         from safetensors.torch import save  # if it is there: the format that they prefer
     except ImportError:
@@ -788,15 +855,16 @@ def write_hugging_face(
         torch.save(state, content)
         write_atomically(folder / "pytorch_model.bin", content.getvalue())
     else:
-        state = {name: value.contiguous() for name, value in state.items()}
         write_atomically(folder / "model.safetensors", save(state, {"format": "pt"}))
     write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     write_atomically(folder / "tokenizer_config.json", json.dumps(reads, indent=1))
     write_atomically(folder / "config.json", json.dumps(settings, indent=1))
 
 
-def read_hugging_face(folder: Path) -> dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]]:
-    """Settings and weights of the generator, the discriminator, or both.
+def read_hugging_face(
+    table: dict[str, str], folder: Path
+) -> dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]]:
+    """Our settings and their weights of the generator, the discriminator, or both.
 
     They are in the folder itself, or in folders of these names in it. An encoder without a head, or
     with the head of another task, is taken for a discriminator's.
@@ -813,7 +881,8 @@ def read_hugging_face(folder: Path) -> dict[str, tuple[dict[str, Any], dict[str,
                 )
         state = read_weights(place)
         is_generator = any(name.startswith("generator_") for name in state)
-        halves["generator" if is_generator else "discriminator"] = settings, state
+        ours = {name: settings[theirs] for name, theirs in table.items() if theirs in settings}
+        halves["generator" if is_generator else "discriminator"] = ours, state
     return halves
 
 
@@ -838,32 +907,30 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     return {f"electra.{k}" if k.startswith(bare) else k: v for k, v in state.items()}
 
 
-def match_weights(
-    folder: Path,
-    half: str,
-    ours: dict[str, torch.Tensor],
-    theirs: dict[str, torch.Tensor],
-    names: dict[str, list[str]],
-) -> dict[str, torch.Tensor]:
-    """Their weights under our names. A head may be missing as a whole, then ours stays as it is."""
-    wanted = {name for each in names.values() for name in each}
-    missing = wanted - set(theirs)
-    head = {name for name in wanted if not name.startswith("electra.")}
-    if missing and missing != head:
-        raise InputError(f"{folder}: the {half} has no weights {min(missing)}.")
-    if missing:
-        print(f"{folder}: the {half} has no head. Ours starts from random weights.")
-    tied = {"generator_lm_head.weight", "electra.embeddings.position_ids"}
-    if unused := sorted(set(theirs) - wanted - tied):
-        print(f"{folder}: not used: {', '.join(unused)}")
-    matched = {}
-    for name, each in names.items():
-        if missing.isdisjoint(each):
-            matched[name] = torch.cat([theirs[their] for their in each])
-            if (there := matched[name].shape) != ours[name].shape:
-                shapes = f"{list(there)}, not {list(ours[name].shape)}"
-                raise InputError(f"{folder}: {each[0]} is {shapes} as config.json says.")
-    return matched
+def load_hugging_face(table: dict[str, str], folder: Path, model: torch.nn.Module) -> None:
+    """Copy the weights of a folder into a model; parts without weights there are named, and new."""
+    halves = read_hugging_face(table, folder)
+    for half, (_, theirs) in halves.items():
+        ours = getattr(model, half).state_dict()
+        names = {name: hugging_face_names(table, half, name) for name in ours}
+        wanted = {name for each in names.values() for name in each}
+        missing = wanted - set(theirs)
+        if missing and missing != {name for name in wanted if not name.startswith("electra.")}:
+            raise InputError(f"{folder}: the {half} has no weights {min(missing)}.")
+        if missing:
+            print(f"{folder}: the {half} has no head. Ours starts from random weights.")
+        tied = {"generator_lm_head.weight", "electra.embeddings.position_ids"}
+        if unused := sorted(set(theirs) - wanted - tied):
+            print(f"{folder}: not used: {', '.join(unused)}")
+        for name, each in names.items():
+            if missing.isdisjoint(each):
+                value = torch.cat([theirs[their] for their in each])
+                if value.shape != ours[name].shape:
+                    shapes = f"{list(value.shape)}, not {list(ours[name].shape)}"
+                    raise InputError(f"{folder}: {each[0]} is {shapes} as config.json says.")
+                ours[name].copy_(value)
+    for half in sorted(set(KINDS) - set(halves)):
+        print(f"{folder}: no {half}. Beyond the embeddings, ours starts from random weights.")
 
 
 def find_tokenizer(folder: Path) -> Path:

@@ -440,19 +440,6 @@ def learning_rate(step: int, run: RunConfig) -> float:
 
 
 # ---- 6. Evaluation on held-out text. -----------------------------------------------------------
-def mean_ranks(x: np.ndarray) -> np.ndarray:
-    """Ranks from 1; equal numbers share the mean of theirs."""
-    _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
-
-
-def area_under_curve(scores: np.ndarray, labels: np.ndarray) -> float:
-    """Chance that a replaced token scores above an original one; ties, and no pairs, count half."""
-    n = int(labels.sum())  # replaced tokens
-    pairs, above = n * (len(labels) - n), mean_ranks(scores)[labels].sum() - n * (n + 1) / 2
-    return float(above / pairs) if pairs else 0.5
-
-
 @torch.no_grad()
 def evaluate(
     model: Electra, batches: list[tuple[Tensor, ...]], autocast: torch.autocast
@@ -487,7 +474,7 @@ def evaluate(
         "valid_accuracy": float((verdict == label).float().mean()),
         "valid_precision": hits / max(1, int(verdict.sum())),
         "valid_recall": hits / max(1, int(label.sum())),
-        "valid_auc": area_under_curve(score.numpy(), label.numpy()),
+        "valid_auc": data.area_under_curve(score.numpy(), label.numpy()),
         "valid_replaced": float(label.float().mean()),
     }
 
@@ -505,16 +492,23 @@ def show_lesson(model: Electra, tokenizer: Any, ids: Tensor) -> str:
 
 
 # ---- 7. Trained models: the folder of a run, and Hugging Face's. -------------------------------
-# What the parts of a network are called in `transformers`; # is the number of a layer. Query, key
-# and value are one matrix here and three there.
+# What our settings, and the parts of our networks, are called in `transformers`. There each of the
+# two networks has a folder and a config.json of its own. * is query, key and value, # a number.
 HUGGING_FACE = {
+    "vocab_size": "vocab_size",
+    "embedding_size": "embedding_size",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size",
+    "max_positions": "max_position_embeddings",
+    "dropout": "hidden_dropout_prob",
     "encoder.embeddings.word": "electra.embeddings.word_embeddings",
     "encoder.embeddings.position": "electra.embeddings.position_embeddings",
     "encoder.embeddings.token_type": "electra.embeddings.token_type_embeddings",
     "encoder.embeddings.norm": "electra.embeddings.LayerNorm",
     "encoder.project": "electra.embeddings_project",
-    "encoder.layers.#.attention.query_key_value":
-        "electra.encoder.layer.#.attention.self.query|key|value",
+    "encoder.layers.#.attention.query_key_value": "electra.encoder.layer.#.attention.self.*",
     "encoder.layers.#.attention.output": "electra.encoder.layer.#.attention.output.dense",
     "encoder.layers.#.attention_norm": "electra.encoder.layer.#.attention.output.LayerNorm",
     "encoder.layers.#.intermediate": "electra.encoder.layer.#.intermediate.dense",
@@ -525,65 +519,24 @@ HUGGING_FACE = {
     "generator": "generator_lm_head",  # a bias; the matrix is that of the word embeddings
     "discriminator.dense": "discriminator_predictions.dense",
     "discriminator.prediction": "discriminator_predictions.dense_prediction",
-}  # fmt: skip
-# The settings of a network. Each of the two has a config.json of its own there.
-HUGGING_FACE_CONFIG = {
-    "vocab_size": "vocab_size", "embedding_size": "embedding_size", "hidden_size": "hidden_size",
-    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads",
-    "intermediate_size": "intermediate_size", "max_positions": "max_position_embeddings",
-    "dropout": "hidden_dropout_prob",
-}  # fmt: skip
-
-
-def hugging_face_names(name: str, half: str) -> list[str]:
-    """Their name, or three, of our parameter `name` of half "generator" or "discriminator"."""
-    part, _, kind = (name if name.startswith("encoder.") else f"{half}.{name}").rpartition(".")
-    number = "".join(filter(str.isdigit, part))
-    theirs = HUGGING_FACE[part.replace(f".{number}.", ".#.")].replace("#", number)
-    start = theirs.rfind(".") + 1
-    return [f"{theirs[:start]}{last}.{kind}" for last in theirs[start:].split("|")]
-
-
-def export(
-    folder: Path, network: nn.Module, half: str, config: ElectraConfig, tokenizer: Any
-) -> None:
-    """Write the generator or discriminator (or an encoder alone) as a folder for `transformers`."""
-    state: dict[str, Tensor] = {}
-    for name, value in network.state_dict().items():
-        names = hugging_face_names(name, half)
-        state |= zip(names, value.cpu().chunk(len(names)), strict=True)
-    settings = {theirs: getattr(config, ours) for ours, theirs in HUGGING_FACE_CONFIG.items()}
-    data.write_hugging_face(folder, settings | {"pad_token_id": config.pad_id}, state, tokenizer)
+}
 
 
 def hugging_face_config(config: ElectraConfig, folder: Path) -> ElectraConfig:
     """`config` with the shape of the networks in a Hugging Face folder."""
-    halves = {}
-    for half, (settings, _) in data.read_hugging_face(folder).items():
-        shape = {ours: settings.get(theirs) for ours, theirs in HUGGING_FACE_CONFIG.items()}
-        halves[half] = {ours: value for ours, value in shape.items() if value is not None}
+    shapes = {
+        half: shape for half, (shape, _) in data.read_hugging_face(HUGGING_FACE, folder).items()
+    }
+    generator = shapes.get("generator", {})
     narrow = ("hidden_size", "num_heads", "intermediate_size")
-    generator = halves.get("generator", {})
-    common = {key: value for key, value in generator.items() if key not in narrow}
-    config = replace(config, **halves.get("discriminator", common))
+    common = {name: value for name, value in generator.items() if name not in narrow}
+    config = replace(config, **shapes.get("discriminator", common))
     if generator:
         config.generator_size = generator["hidden_size"] / config.hidden_size
         ours = asdict(generator_config(config)) | {"dropout": generator.get("dropout")}
         if wrong := [f"{k} {v} (not {ours[k]})" for k, v in generator.items() if v != ours[k]]:
             raise data.InputError(f"{folder}: cannot use a generator of {', '.join(wrong)}.")
     return config
-
-
-def load_hugging_face(model: Electra, folder: Path) -> None:
-    """Copy the weights of a Hugging Face folder; parts without weights there are named, and new."""
-    halves = data.read_hugging_face(folder)
-    for half, (_, theirs) in halves.items():
-        ours = getattr(model, half).state_dict()
-        names = {name: hugging_face_names(name, half) for name in ours}
-        ours |= data.match_weights(folder, half, ours, theirs, names)
-        getattr(model, half).load_state_dict(ours)
-    for half in {"generator", "discriminator"} - set(halves):
-        print(f"{folder}: no {half}. Beyond the embeddings, ours starts from random weights.")
 
 
 def load_run(out: Path) -> tuple[Electra, Any, dict[str, Any]]:
@@ -596,7 +549,7 @@ def load_run(out: Path) -> tuple[Electra, Any, dict[str, Any]]:
         config = hugging_face_config(ElectraConfig(), out)
         tokenizer = data.load_tokenizer(data.find_tokenizer(out))
         model = Electra(replace(config, **data.special_ids(tokenizer)))
-        load_hugging_face(model, out)
+        data.load_hugging_face(HUGGING_FACE, out, model)
         sizes = [size for size in SIZES if SIZES[size][0].hidden_size == config.hidden_size]
         settings = {"size": (sizes or ["small"])[0], "length": config.max_positions, "step": 0}
         return model.eval(), tokenizer, settings
@@ -631,7 +584,7 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
     torch.manual_seed(run.seed)
     model = Electra(config)
     if run.init_from:
-        load_hugging_face(model, Path(run.init_from))
+        data.load_hugging_face(HUGGING_FACE, Path(run.init_from), model)
     elif run.unigram_bias:
         counts = np.bincount(train[:10_000_000], minlength=config.vocab_size) + 1.0
         model.generator.bias.data = torch.tensor(np.log(counts / counts.sum()), dtype=torch.float32)
@@ -643,11 +596,10 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
     autocast = torch.autocast(device.type, data.DTYPES[precision], enabled=precision != "fp32")
     step, seconds, logged = 0, 0.0, 0.0  # time spent training, and that of the last row logged
     recent: list[Tensor] = []  # losses since that row; they stay on the device
-    state = data.load_checkpoint(out / "checkpoint.pt")
-    if state is not None:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        scaler.load_state_dict(state["scaler"])
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    if state := data.load_checkpoint(out / "checkpoint.pt"):
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
         step, seconds, logged = state["step"], state["seconds"], state["logged"]
         recent = [losses.to(device) for losses in state["recent"]]
     # Each process takes its share of a batch; backward averages their gradients.
@@ -659,12 +611,9 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
         print(f"parameters, {part}: {sum(p.numel() for p in parameters):,}")
     print(f"tokens: {len(train):,} and {len(valid):,} held out; {device}, {precision}")
 
-    def get_batch(tokens: np.ndarray, first: int, rows: int, seed: int) -> tuple[Tensor, ...]:
-        arrays = data.get_batch(tokens, first, rows, run.length, seed, config.cls_id, config.sep_id)
-        tensors = [torch.from_numpy(array) for array in arrays]
-        if device.type == "cuda":  # pinned memory is copied while the GPU works
-            tensors = [x.pin_memory() for x in tensors]
-        return tuple(x.to(device, non_blocking=True) for x in tensors)
+    def get_batch(tokens: np.ndarray, first: int, rows: int, seed: int) -> list[Tensor]:
+        special = config.cls_id, config.sep_id
+        return data.batch_on(device, tokens, first, rows, run.length, seed, *special)
 
     micro_batch = run.micro_batch or run.batch_size // world
     accumulation = run.batch_size // (micro_batch * world)
@@ -732,16 +681,16 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
                 bar.write(show_lesson(model, tokenizer, lesson))
             metrics.writerow(row)
         if save and rank == 0:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            state |= {"scaler": scaler.state_dict(), "recent": recent, "step": step}
-            state |= {"seconds": seconds, "logged": logged}
+            state = {"step": step, "seconds": seconds, "logged": logged, "recent": recent}
+            state |= {name: part.state_dict() for name, part in parts.items()}
             data.save_checkpoint(out / "checkpoint.pt", state)
             saved = time.perf_counter()
         clock = time.perf_counter()
     bar.close()
     if rank == 0:
         for half, of in (("generator", generator_config(config)), ("discriminator", config)):
-            export(out / half, getattr(model, half), half, of, tokenizer)
+            network = getattr(model, half)
+            data.write_hugging_face(HUGGING_FACE, out / half, half, network, of, tokenizer)
     held.close()
     more = "--steps asks for more" if step == run.steps else "the same command goes on from there"
     print(f"{out}: {step:,} of {run.steps:,} steps are done; {more}.")
@@ -783,23 +732,7 @@ def parse_arguments(arguments: list[str] | None) -> tuple[ElectraConfig, RunConf
             raise data.InputError(f"{run.init_from} decides --{other[0]}: leave the option out.")
         if not {"tokenizer", "vocab"} & set(given):
             run.tokenizer = str(data.find_tokenizer(Path(run.init_from)))
-    share = (run.micro_batch or 1) * int(os.environ.get("WORLD_SIZE", "1"))
-    width, every = generator_config(config), (run.log_every, run.eval_every, run.eval_sequences)
-    for wrong, problem in (
-        (not 8 <= run.length <= config.max_positions, "--length must be 8 to --max_positions"),
-        (min(run.batch_size, run.steps, *every) < 1, "sizes and intervals must be at least 1"),
-        (run.batch_size % share, "--micro_batch, times the processes, must divide --batch_size"),
-        (config.hidden_size % config.num_heads, "--num_heads must divide --hidden_size"),
-        (width.hidden_size % width.num_heads, "a generator of this width cannot have its heads"),
-        (config.share_encoder and width != config, "--share_encoder needs --generator_size 1"),
-        (not 0 < config.mask_prob < 1, "--mask_prob must lie between 0 and 1"),
-        (
-            run.precision not in ("auto", *data.DTYPES),
-            "--precision must be auto, fp32, bf16 or fp16",
-        ),
-    ):
-        if wrong:
-            raise data.InputError(f"{problem}.")
+    data.check_settings(config, generator_config(config), run)
     return config, run, text
 
 

@@ -529,9 +529,9 @@ def test_area_under_curve_equals_scikit_learn_also_with_ties() -> None:
     for digits in (1, 6):
         scores = random.normal(size=500).round(digits)
         labels = random.random(500) < 0.2
-        ours = electra.area_under_curve(scores, labels)
+        ours = data.area_under_curve(scores, labels)
         assert ours == pytest.approx(roc_auc_score(labels, scores))
-    assert electra.area_under_curve(np.ones(4), np.zeros(4, dtype=bool)) == 0.5
+    assert data.area_under_curve(np.ones(4), np.zeros(4, dtype=bool)) == 0.5
 
 
 def test_evaluation_repeats_exactly_and_leaves_the_model_in_training_mode() -> None:
@@ -1042,7 +1042,7 @@ def test_the_error_of_one_process_ends_all(finished: Path) -> None:
 # A process is killed (it ends there, as by kill -9) in the n-th ...
 FAULTS = {
     "step": "electra.learning_rate = die_at(electra.learning_rate, 3 * n)",
-    "evaluation": "electra.area_under_curve = die_at(electra.area_under_curve, n)",
+    "evaluation": "data.area_under_curve = die_at(data.area_under_curve, n)",
     "row of metrics": (
         "writer = data.csv.DictWriter\n"
         "part = lambda self, row: self.writer.writerow([1])\n"
@@ -1330,9 +1330,16 @@ def test_the_checkpoint_before_is_used_where_the_newest_is_damaged_or_missing(
 def exported(net: Electra, tokenizer: data.Tokenizer, folder: Path) -> Path:
     """The folder of a run, as far as `transformers` reads it."""
     narrow = electra.generator_config(net.config)
-    electra.export(folder / "generator", net.generator, "generator", narrow, tokenizer)
-    electra.export(
-        folder / "discriminator", net.discriminator, "discriminator", net.config, tokenizer
+    data.write_hugging_face(
+        electra.HUGGING_FACE, folder / "generator", "generator", net.generator, narrow, tokenizer
+    )
+    data.write_hugging_face(
+        electra.HUGGING_FACE,
+        folder / "discriminator",
+        "discriminator",
+        net.discriminator,
+        net.config,
+        tokenizer,
     )
     return folder
 
@@ -1517,12 +1524,12 @@ def test_a_hugging_face_generator_of_any_fraction_gives_their_logits_here(
     theirs = released(
         tmp_path / "generator", ElectraForMaskedLM, num_attention_heads=max(1, width // 64), **shape
     )
-    words = data.read_hugging_face(tmp_path)["discriminator"][1][
+    words = data.read_hugging_face(electra.HUGGING_FACE, tmp_path)["discriminator"][1][
         "electra.embeddings.word_embeddings.weight"
     ]
     net = Electra(electra.hugging_face_config(ElectraConfig(), tmp_path)).eval()
-    electra.load_hugging_face(net, tmp_path)
-    # Two models that were not trained together: the table that both use here is the discriminator's.
+    data.load_hugging_face(electra.HUGGING_FACE, tmp_path, net)
+    # Two models that were not trained together: here both use the discriminator's table.
     assert torch.equal(net.generator.encoder.embeddings.word.weight, words)
     theirs.electra.embeddings.load_state_dict(
         load_theirs(
@@ -1553,7 +1560,7 @@ def test_what_has_no_weights_in_the_folder_starts_fresh_and_is_listed(
     released(tmp_path / "gen", ElectraForMaskedLM, **shape)
     config = electra.hugging_face_config(ElectraConfig(), tmp_path / "gen")
     assert (config.hidden_size, config.vocab_size, config.num_layers) == (256, 120, 2)
-    electra.load_hugging_face(Electra(config), tmp_path / "gen")
+    data.load_hugging_face(electra.HUGGING_FACE, tmp_path / "gen", Electra(config))
     assert "no discriminator" in capsys.readouterr().out
 
 
@@ -1622,7 +1629,7 @@ def test_export_import_export_gives_byte_equal_files(finished: Path, tmp_path: P
             **data.special_ids(tokenizer),
         )
     )
-    electra.load_hugging_face(again, tmp_path / "one")
+    data.load_hugging_face(electra.HUGGING_FACE, tmp_path / "one", again)
     tokenizer = data.load_tokenizer(data.find_tokenizer(tmp_path / "one"))
     exported(again, tokenizer, tmp_path / "two")
     names = sorted(p.relative_to(tmp_path / "one") for p in (tmp_path / "one").glob("*/*"))

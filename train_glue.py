@@ -41,14 +41,13 @@ from tqdm import tqdm
 import data
 from data import GLUE, Example, InputError
 from electra import (
+    HUGGING_FACE,
     Electra,
     ElectraConfig,
     Encoder,
     RunConfig,
-    export,
     learning_rate,
     load_run,
-    mean_ranks,
     option,
 )
 
@@ -112,7 +111,7 @@ def pearson(predicted: np.ndarray, true: np.ndarray) -> float:
 
 def spearman(predicted: np.ndarray, true: np.ndarray) -> float:
     """Linear correlation of the ranks; ties share their mean rank."""
-    return pearson(mean_ranks(predicted), mean_ranks(true))
+    return pearson(data.mean_ranks(predicted), data.mean_ranks(true))
 
 
 Metric = Callable[[np.ndarray, np.ndarray], float]
@@ -572,7 +571,8 @@ def export_encoder(options: GlueConfig) -> None:
     if (folder / "config.json").exists():
         raise InputError(f"{folder} holds a model already. Choose another --export.")
     encoder = nn.ModuleDict({"encoder": model.encoder})
-    export(folder, encoder, "discriminator", ElectraConfig(**settings["model"]), tokenizer)
+    shape = ElectraConfig(**settings["model"])
+    data.write_hugging_face(HUGGING_FACE, folder, "discriminator", encoder, shape, tokenizer)
     labels = GLUE[settings["task"]].labels
     names = dict(enumerate(labels)) or {0: "score"}
     config = data.read_json(folder / "config.json") | {"id2label": names}
