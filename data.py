@@ -30,6 +30,7 @@ import signal
 import statistics
 import sys
 import sysconfig
+import textwrap
 import timeit
 import urllib.error
 import urllib.request
@@ -242,7 +243,56 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> None:
         switch = isinstance(f.default, bool)
         kind = {"action": argparse.BooleanOptionalAction} if switch else {"type": type(f.default)}
         if f.metadata:
-            parser.add_argument(f"--{f.name}", default=argparse.SUPPRESS, **f.metadata, **kind)
+            help = " ".join([f.metadata["help"], ", ".join(f.metadata["choices"])]).strip()
+            parser.add_argument(f"--{f.name}", default=argparse.SUPPRESS, help=help, **kind)
+
+
+def check_choices(settings: Any) -> None:
+    """InputError where a field of a dataclass has none of the values that it may have."""
+    for f in dataclasses.fields(settings):
+        choices, value = f.metadata.get("choices"), getattr(settings, f.name)
+        if choices and value not in choices:
+            raise InputError(f"--{f.name} {value}: choose one of {', '.join(choices)}.")
+
+
+def parse_run(
+    arguments: list[str] | None,
+    sizes: dict[str, tuple[Any, Any]],
+    demo: dict[str, Any],
+    narrow: Callable[[Any], Any],
+    table: dict[str, str],
+) -> tuple[Any, Any, str | None]:
+    """The command line of electra.py: the size's model and recipe, with what is given instead.
+
+    The third is the text of --detect. `demo` are the settings of a run without --data; `narrow` and
+    `table` see hugging_face_config.
+    """
+    parser = argparse.ArgumentParser(description="Pre-train ELECTRA on a text.", allow_abbrev=False)
+    parser.add_argument("--detect", metavar="TEXT", help="show what looks replaced; - reads stdin")
+    for config in sizes["small"]:
+        add_options(parser, type(config))
+    given = vars(parser.parse_args(arguments))
+    text = given.pop("detect")
+    size = given.get("size", "small" if given.get("data") else "tiny")
+    if size not in sizes:
+        raise InputError(f"--size {size}: choose one of {', '.join(sizes)}.")
+    config, run = sizes[size]
+    given = given if given.get("data") else demo | given
+    of_model = {name: given.pop(name) for name in list(given) if hasattr(config, name)}
+    config, run = dataclasses.replace(config, **of_model), dataclasses.replace(run, **given)
+    for settings in (config, run):
+        check_choices(settings)
+    if config.objective in ("mlm", "two_stage"):  # one network, or two of the same size in turn
+        config.generator_size = 1.0
+        config.embedding_sharing = "all" if config.objective == "mlm" else "separate"
+    if run.init_from:
+        config = hugging_face_config(table, Path(run.init_from), config, narrow)
+        if other := [k for k, v in of_model.items() if getattr(config, k) != v]:
+            raise InputError(f"{run.init_from} decides --{other[0]}: leave the option out.")
+        if not {"tokenizer", "vocab"} & set(given):
+            run.tokenizer = str(find_tokenizer(Path(run.init_from)))
+    check_settings(config, narrow(config), run)
+    return config, run, text
 
 
 def check_settings(config: Any, narrow: Any, run: Any) -> None:
@@ -255,12 +305,11 @@ def check_settings(config: Any, narrow: Any, run: Any) -> None:
         (run.batch_size % share, "--micro_batch, times the processes, must divide --batch_size"),
         (config.hidden_size % config.num_heads, "--num_heads must divide --hidden_size"),
         (narrow.hidden_size % narrow.num_heads, "a generator of this width cannot have its heads"),
-        (config.share_encoder and narrow != config, "--share_encoder needs --generator_size 1"),
-        (not 0 < config.mask_prob < 1, "--mask_prob must lie between 0 and 1"),
         (
-            run.precision not in ("auto", *DTYPES),
-            "--precision must be auto, fp32, bf16 or fp16",
+            config.embedding_sharing == "all" and narrow != config,
+            "--embedding_sharing all needs --generator_size 1",
         ),
+        (not 0 < config.mask_prob < 1, "--mask_prob must lie between 0 and 1"),
     ):
         if wrong:
             raise InputError(f"{problem}.")
@@ -479,20 +528,22 @@ def prepare(text: str, tokens: str, tokenizer: str, vocab: str, vocab_size: int)
 
 def open_folder(path: Path, folder: Path, asked: str, vocab_size: int) -> dict[str, Any]:
     """What meta.json says, if it fits what is asked; or a new tokenizer and a new meta.json."""
-    wanted: dict[str, Any] = {"text": fingerprint(path), "tokenizer": asked}
+    wanted: dict[str, Any] = {"text": fingerprint(path)}
     tokenizer = None
     if asked in ("wordpiece", "bpe"):
-        wanted["vocab_size"] = vocab_size
-    else:  # the same one may lie elsewhere now
+        wanted |= {"tokenizer": asked, "vocab_size": vocab_size}
+    else:  # what counts is what is in the file, wherever it lies
         tokenizer = load_tokenizer(Path(asked))
-        wanted["tokenizer"] = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
+        content = tokenizer.to_str(pretty=True).encode()
+        wanted["tokenizer_sha256"] = hashlib.sha256(content).hexdigest()
     meta_path, tokenizer_path = folder / "meta.json", folder / "tokenizer.json"
     if meta_path.exists():
         meta = read_json(meta_path)
         for key, value in wanted.items():
             if meta.get(key) != value:
                 raise InputError(
-                    f"{folder}: made from another {key} (then {meta.get(key)}, now {value}). "
+                    f"{folder}: made from another {key.removesuffix('_sha256')} (then "
+                    f"{meta.get(key)}, now {value}). "
                     f"Choose another folder with --tokens, or delete this one."
                 )
         digest = hashlib.sha256(tokenizer_path.read_bytes()).hexdigest()
@@ -722,12 +773,55 @@ def area_under_curve(scores: np.ndarray, labels: np.ndarray) -> float:
     return float(above / pairs) if pairs else 0.5
 
 
+def detects_nothing(result: dict[str, float]) -> bool:
+    """Whether an evaluation shows a discriminator that learned nothing. Early on that is normal."""
+    return result["valid_recall"] == 0 or result["valid_auc"] < 0.55
+
+
+COLLAPSED = (
+    "The discriminator tells nothing apart, four evaluations in a row: as a rule the generator is "
+    "too large for it, or the learning rate too high. Try --generator_size 0.25, or half the "
+    "--learning_rate.\n"
+)
+
+
+def flops_per_token(config: Any, narrow: Any, length: int) -> tuple[float, float]:
+    """FLOPs of a training step per token: those of the generator (`narrow`), of the main network.
+
+    The rule: two for each multiply-add of a matrix product, forward once and backward twice; all
+    else is small, and a looked-up embedding costs nothing.
+    """
+    chosen = max(1, min(int((config.mask_prob + 0.005) * length), round(config.mask_prob * length)))
+
+    def encoder(c: Any) -> int:
+        projection = c.embedding_size * c.hidden_size * (c.embedding_size != c.hidden_size)
+        layer = 4 * c.hidden_size**2 + 2 * c.hidden_size * c.intermediate_size
+        return projection + c.num_layers * (layer + 2 * length * c.hidden_size)
+
+    def names_tokens(c: Any, share: float) -> float:
+        return share * c.embedding_size * (c.hidden_size + c.vocab_size)
+
+    generator = 6 * (encoder(narrow) + names_tokens(narrow, chosen / length))
+    detects = config.hidden_size**2 + config.hidden_size
+    main = {
+        "mlm": 0.0,
+        "replace_mlm": encoder(config) + names_tokens(config, chosen / length),
+        "all_tokens_mlm": encoder(config) + names_tokens(config, 1.0) + detects,
+    }.get(config.objective, encoder(config) + detects)
+    if config.objective == "two_stage":  # means: a half each; the generator then goes forward only
+        return generator * (1 + 1 / 3) / 2, 6 * main / 2
+    return generator, 6 * main
+
+
 # ---- The folder of a run -----------------------------------------------------------------------
-METRICS = [
-    "step", "tokens", "seconds", "learning_rate", "generator_loss", "discriminator_loss",
+VALID_METRICS = [
     "valid_generator_loss", "valid_generator_accuracy", "valid_sampled_accuracy",
     "valid_discriminator_loss", "valid_accuracy", "valid_precision", "valid_recall", "valid_auc",
     "valid_replaced",
+]  # fmt: skip
+METRICS = [
+    "step", "tokens", "seconds", "learning_rate", "generator_loss", "discriminator_loss",
+    *VALID_METRICS, "flops",
 ]  # fmt: skip
 # What may change when a run goes on (a text may move, not change). Anything else: another run.
 MAY_CHANGE = {
@@ -774,6 +868,22 @@ def open_metrics(path: Path, step: int) -> csv.DictWriter:
     return csv.DictWriter(file, METRICS, lineterminator="\n")
 
 
+def show_run(settings: dict[str, Any], model: torch.nn.Module) -> None:
+    """Print the settings and how large the networks are."""
+    print(textwrap.fill(", ".join(f"{k} {v}" for k, v in settings.items() if v != ""), 100))
+    for part in ("generator", "discriminator", "together"):
+        parameters = getattr(model, part, model).parameters()
+        print(f"parameters, {part}: {sum(p.numel() for p in parameters):,}")
+
+
+def show_status(bar: tqdm, step: int, seconds: float, status: str) -> None:
+    """Put it on the progress bar; without a terminal print a line. `seconds`: those of a step."""
+    bar.set_postfix_str(status)
+    if bar.disable:
+        left = tqdm.format_interval((bar.total - step) * seconds)
+        print(f"step {step:,} of {bar.total:,}: {status}, {left} left", flush=True)
+
+
 def show_tokens(
     tokenizer: Tokenizer, rows: list[tuple[str, list[int], list[bool]]], chances: list[float]
 ) -> str:
@@ -802,6 +912,37 @@ def show_tokens(
     return "\n".join(lines)
 
 
+@torch.no_grad()
+def show_lesson(model: torch.nn.Module, tokenizer: Tokenizer, ids: torch.Tensor) -> str:
+    """What the two networks make of one held-out sentence (1, L); fakes and verdicts coloured."""
+    model.eval()
+    torch.manual_seed(1)
+    out = model(ids)
+    model.train()
+    shown = (("original", ids), ("masked", out.masked.ids), ("generator", out.corrupted_ids))
+    rows = [(name, row[0].tolist(), (row[0] != ids[0]).tolist()) for name, row in shown]
+    return show_tokens(tokenizer, rows, out.discriminator_logits[0].sigmoid().tolist())
+
+
+@torch.no_grad()
+def detect(model: torch.nn.Module, tokenizer: Tokenizer, length: int, text: str) -> None:
+    """Print every token of the text, or of stdin, with the probability that it is a replacement."""
+    room = length - 2  # what it was trained on: positions behind that know nothing
+    for line in sys.stdin if text == "-" else [text]:
+        ids = tokenizer.encode(line, add_special_tokens=False).ids
+        for part in (ids[i : i + room] for i in range(0, len(ids), room)):
+            sentence = torch.tensor([[model.config.cls_id, *part, model.config.sep_id]])
+            chances = model.discriminator(sentence)[0, 1:-1].sigmoid()
+            rows = [("token", part, (chances > 0.5).tolist())]
+            print(show_tokens(tokenizer, rows, chances.tolist()))
+
+
+def digest(network: torch.nn.Module) -> str:
+    """A dozen letters that stand for the weights of a network."""
+    content = b"".join(value.numpy().tobytes() for value in network.state_dict().values())
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
 # ---- Hugging Face folders ----------------------------------------------------------------------
 # What is the same in every ELECTRA that we can be: another value is another architecture.
 FIXED = {"model_type": "electra", "hidden_act": "gelu", "layer_norm_eps": 1e-12}
@@ -819,6 +960,13 @@ def hugging_face_names(table: dict[str, str], half: str, name: str) -> list[str]
     return [theirs.replace("*", third) for third in ("query", "key", "value")]
 
 
+def run_settings(folder: Path) -> dict[str, Any]:
+    """config.json of a run's folder; nothing for one of Hugging Face's."""
+    path = folder / "config.json"
+    settings = read_json(path) if path.exists() else {}
+    return {} if "model_type" in settings else settings
+
+
 def write_hugging_face(
     table: dict[str, str],
     folder: Path,
@@ -833,9 +981,14 @@ def write_hugging_face(
     """
     folder.mkdir(parents=True, exist_ok=True)
     state: dict[str, torch.Tensor] = {}
-    for name, value in network.state_dict().items():
+    ours = network.state_dict()
+    for base in network.encoder.embeddings.base:  # gdes: the table there is the sum of two here
+        ours["encoder.embeddings.word.weight"] = (
+            base.weight + ours["encoder.embeddings.word.weight"]
+        )
+    for name, value in ours.items():
         names = hugging_face_names(table, half, name)
-        pieces = (piece.cpu().contiguous() for piece in value.chunk(len(names)))
+        pieces = (piece.cpu().clone() for piece in value.chunk(len(names)))
         state |= zip(names, pieces, strict=True)
     head = any(not name.startswith("electra.") for name in state)
     settings = FIXED | {"architectures": [KINDS[half] if head else "ElectraModel"]}
@@ -871,13 +1024,18 @@ def read_hugging_face(
     """
     halves = {}
     inner = [folder / half for half in KINDS if (folder / half / "config.json").exists()]
+    if not inner and (not (folder / "config.json").exists() or run_settings(folder)):
+        raise InputError(
+            f"{folder}: no trained model. Train one (python electra.py --out {folder}), or give "
+            "the folder of an ELECTRA in Hugging Face's format."
+        )
     for place in inner or [folder]:
         settings = read_json(place / "config.json")
         for key, value in FIXED.items():
             if settings.get(key, value if key != "model_type" else None) != value:
                 raise InputError(
                     f"{place / 'config.json'}: {key} is {settings.get(key)}, not {value}. "
-                    "Give a Hugging Face folder of an ELECTRA, or that of a run that has ended."
+                    "That is another architecture than ELECTRA's."
                 )
         state = read_weights(place)
         is_generator = any(name.startswith("generator_") for name in state)
@@ -905,6 +1063,23 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
         raise InputError(f"{found[0]}: cannot be read ({str(error)!r:.60}).") from None
     bare = ("embeddings.", "embeddings_project.", "encoder.")  # ElectraModel: without a head
     return {f"electra.{k}" if k.startswith(bare) else k: v for k, v in state.items()}
+
+
+def hugging_face_config(
+    table: dict[str, str], folder: Path, config: Any, narrow: Callable[[Any], Any]
+) -> Any:
+    """`config` with the shape of the networks in a folder; narrow(config) is a generator's."""
+    shapes = {half: shape for half, (shape, _) in read_hugging_face(table, folder).items()}
+    generator = shapes.get("generator", {})
+    own = ("hidden_size", "num_heads", "intermediate_size")
+    common = {name: value for name, value in generator.items() if name not in own}
+    config = dataclasses.replace(config, **shapes.get("discriminator", common))
+    if generator:
+        config.generator_size = generator["hidden_size"] / config.hidden_size
+        ours = dataclasses.asdict(narrow(config)) | {"dropout": generator.get("dropout")}
+        if wrong := [f"{k} {v} (not {ours[k]})" for k, v in generator.items() if v != ours[k]]:
+            raise InputError(f"{folder}: cannot use a generator of {', '.join(wrong)}.")
+    return config
 
 
 def load_hugging_face(table: dict[str, str], folder: Path, model: torch.nn.Module) -> None:

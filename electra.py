@@ -30,14 +30,12 @@ Run it:
 Shapes: B batch, L length, E embedding width, D hidden width, H heads, V vocabulary, K predictions.
 """
 
-import argparse
 import math
 import os
 import sys
-import textwrap
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +43,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import data
@@ -53,8 +50,8 @@ import data
 # ---- 2. Configuration. Every `option` below is also a command-line option of the same name.
 
 
-def option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+def option(default: Any, help: str, *choices: str) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices})
 
 
 @dataclass
@@ -68,7 +65,12 @@ class ElectraConfig:
     num_heads: int = option(4, "H, attention heads of the discriminator")
     intermediate_size: int = option(1024, "width of the discriminator's feed-forward layers")
     generator_size: float = option(1 / 4, "width of the generator as a fraction of hidden_size")
-    share_encoder: bool = option(False, "one encoder for both networks, not only one embedding")
+    objective: str = option(
+        "electra", "what is learned: one of", "electra", "mlm", "electra_15", "replace_mlm",
+        "all_tokens_mlm", "two_stage", "adversarial")  # fmt: skip
+    embedding_sharing: str = option(
+        "shared", "between the networks: one of", "shared", "separate", "all", "gdes")  # fmt: skip
+    share_layers: bool = option(False, "one set of weights for all layers, as in ALBERT")
     max_positions: int = option(512, "longest sequence the model can read")
     dropout: float = option(0.1, "dropout probability, everywhere")
     init_std: float = option(0.02, "standard deviation of the initial weights")
@@ -106,7 +108,7 @@ class RunConfig:
     learning_rate: float = option(5e-4, "peak learning rate")
     weight_decay: float = option(0.01, "weight decay of matrices and embeddings")
     unigram_bias: bool = option(False, "start the generator's output bias at the token frequencies")
-    precision: str = option("auto", "auto, fp32, bf16 or fp16")
+    precision: str = option("auto", "one of", "auto", "fp32", "bf16", "fp16")
     compile: bool = option(False, "torch.compile the model: minutes to start, faster on a GPU")
     device: str = option("auto", "auto, cuda, mps or cpu")
     log_every: int = option(50, "steps between two rows of metrics.csv")
@@ -120,14 +122,14 @@ class RunConfig:
 # detect next to nothing, and at a loss weight of 50 the generator kept to counting words.
 TINY_MODEL = ElectraConfig(
     vocab_size=4096, hidden_size=192, num_layers=3, num_heads=3, intermediate_size=768,
-    generator_size=1.0, share_encoder=True, max_positions=128, dropout=0.0, init_std=0.06,
+    generator_size=1.0, embedding_sharing="all", max_positions=128, dropout=0.0, init_std=0.06,
     embedding_std=0.05, sinusoids=True, mask_prob=0.25, discriminator_weight=10.0)  # fmt: skip
 TINY_RECIPE = RunConfig(
     size="tiny", length=64, batch_size=32, steps=18_000, warmup_steps=500, learning_rate=1e-3,
     unigram_bias=True, eval_every=1000)  # fmt: skip
 BASE_MODEL = ElectraConfig(
-    embedding_size=768, hidden_size=768, num_heads=12, intermediate_size=3072, generator_size=1 / 3
-)
+    embedding_size=768, hidden_size=768, num_heads=12, intermediate_size=3072,
+    generator_size=1 / 3)  # fmt: skip
 BASE_RECIPE = RunConfig(size="base", length=512, batch_size=256, steps=766_000, learning_rate=2e-4)
 LARGE_MODEL = ElectraConfig(
     embedding_size=1024, hidden_size=1024, num_layers=24, num_heads=16, intermediate_size=4096,
@@ -169,8 +171,9 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
 class Embeddings(nn.Module):
     """Word + position + token type: ids (B, L) -> (B, L, E)."""
 
-    def __init__(self, config: ElectraConfig) -> None:
+    def __init__(self, config: ElectraConfig, base: nn.Embedding | None = None) -> None:
         super().__init__()
+        self.base = [base] if base else []  # in a list: a part of the generator, not of this
         self.word = nn.Embedding(config.vocab_size, config.embedding_size)
         self.position = nn.Embedding(config.max_positions, config.embedding_size)
         self.token_type = nn.Embedding(2, config.embedding_size)
@@ -180,7 +183,12 @@ class Embeddings(nn.Module):
     def forward(self, ids: Tensor, token_type_ids: MaybeTensor = None) -> Tensor:
         if token_type_ids is None:
             token_type_ids = torch.zeros_like(ids)
-        x = self.word(ids) + self.position.weight[: ids.shape[1]] + self.token_type(token_type_ids)
+        words = self.word(ids)
+        if (
+            self.base
+        ):  # gdes (DeBERTaV3, section 3.3): learn the difference to the generator's table
+            words = words + self.base[0](ids).detach()
+        x = words + self.position.weight[: ids.shape[1]] + self.token_type(token_type_ids)
         return dropout(self.norm(x), self.p, self.training)
 
 
@@ -239,7 +247,12 @@ class Encoder(nn.Module):
         self.embeddings = embeddings
         E, D = config.embedding_size, config.hidden_size
         self.project = nn.Linear(E, D) if E != D else None
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        layers = (
+            [Block(config)] * config.num_layers
+            if config.share_layers
+            else [Block(config) for _ in range(config.num_layers)]
+        )
+        self.layers = nn.ModuleList(layers)
 
     def forward(
         self, ids: Tensor, attention_mask: MaybeTensor = None, token_type_ids: MaybeTensor = None
@@ -306,16 +319,16 @@ class Generator(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def forward(
-        self,
-        ids: Tensor,
-        attention_mask: MaybeTensor = None,
-        token_type_ids: MaybeTensor = None,
+        self, ids: Tensor, attention_mask: MaybeTensor = None, token_type_ids: MaybeTensor = None,
         positions: MaybeTensor = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Logits over the vocabulary at `positions` (B, K), or at all: (B, L) -> (B, K or L, V)."""
         x = self.encoder(ids, attention_mask, token_type_ids)
         if positions is not None:  # the head costs V * E a token: only where it is asked for
             x = x.gather(1, positions[:, :, None].expand(-1, -1, x.shape[2]))  # (B, K, D)
+        return self.head(x)
+
+    def head(self, x: Tensor) -> Tensor:
         x = self.norm(F.gelu(self.dense(x)))  # (B, K, D) -> (B, K, E)
         return F.linear(x, self.encoder.embeddings.word.weight, self.bias)  # (B, K, V)
 
@@ -333,8 +346,10 @@ class Discriminator(nn.Module):
         self, ids: Tensor, attention_mask: MaybeTensor = None, token_type_ids: MaybeTensor = None
     ) -> Tensor:
         """Logits of "this token was replaced": (B, L) -> (B, L)."""
-        x = self.encoder(ids, attention_mask, token_type_ids)
-        return self.prediction(F.gelu(self.dense(x))).squeeze(-1)
+        return self.head(self.encoder(ids, attention_mask, token_type_ids))
+
+    def head(self, x: Tensor) -> Tensor:
+        return self.prediction(F.gelu(self.dense(x))).squeeze(-1)  # (B, L, D) -> (B, L)
 
 
 class ElectraOutput(NamedTuple):
@@ -355,6 +370,16 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return (x * mask).sum() / mask.sum().clamp(min=1)
 
 
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Nats of each target: (..., V) and (...) -> (...), in float32."""
+    logits = logits.float().flatten(0, -2)
+    return F.cross_entropy(logits, targets.flatten(), reduction="none").view_as(targets)
+
+
+def binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="none")
+
+
 def sinusoids(config: ElectraConfig) -> Tensor:
     """Position embeddings (max_positions, E) of wavelengths 2.5 to 250, to learn on from there.
 
@@ -373,18 +398,28 @@ class Electra(nn.Module):
         self.config = config
         # Section 3.2, weight sharing: one object in both networks. The generator learns about all
         # tokens of its softmax at once, the discriminator only about those it sees.
-        embeddings = Embeddings(config)
+        embeddings = own = Embeddings(config)
+        if config.embedding_sharing in ("separate", "gdes"):
+            base = embeddings.word if config.embedding_sharing == "gdes" else None
+            own = Embeddings(config, base)
         self.generator = Generator(config, embeddings)
-        self.discriminator = Discriminator(config, embeddings)
-        if config.share_encoder:  # table 1, "all weights": generator_size has to be 1
+        self.discriminator = Discriminator(config, own)
+        if config.embedding_sharing == "all":  # "all weights" there: generator_size has to be 1
             self.generator.encoder = self.discriminator.encoder
+        if config.objective in ("replace_mlm", "all_tokens_mlm"):  # the main network names tokens
+            self.corrector = Generator(replace(config, generator_size=1.0), own)
+            self.corrector.encoder = self.discriminator.encoder
+        self.second_stage = False  # of the objective two_stage
         self.apply(self.initialize)
+        if own.base:
+            nn.init.zeros_(own.word.weight)
         for encoder in (self.generator.encoder, self.discriminator.encoder):
             if encoder.project is not None:
                 nn.init.xavier_uniform_(encoder.project.weight)
         nn.init.xavier_uniform_(self.discriminator.prediction.weight)
         if config.sinusoids:
-            embeddings.position.weight.data = sinusoids(config)
+            for part in (embeddings, own):
+                part.position.weight.data = sinusoids(config)
 
     def initialize(self, module: nn.Module) -> None:
         embedding = isinstance(module, nn.Embedding)
@@ -404,22 +439,73 @@ class Electra(nn.Module):
         # Predict: the generator's loss is over the chosen positions.
         logits = self.generator(masked.ids, attention_mask, token_type_ids, masked.positions)
         original = ids.gather(1, masked.positions)  # (B, K)
-        nats = F.cross_entropy(logits.float().flatten(0, 1), original.flatten(), reduction="none")
-        generator_loss = masked_mean(nats.view_as(original), masked.chosen)
+        generator_loss = masked_mean(cross_entropy(logits, original), masked.chosen)
         # Sample: no gradient flows through it (section 2: it would have to pass a discrete choice).
         sampled = gumbel_sample(logits.detach())  # (B, K)
         sampled = torch.where(masked.chosen, sampled, original)
         corrupted_ids = ids.scatter(1, masked.positions, sampled)
         labels = corrupted_ids != ids
+        real = torch.ones_like(labels) if attention_mask is None else attention_mask != 0
+        if config.objective != "electra":  # what the paper compares it with: below
+            out = masked, logits, generator_loss, corrupted_ids
+            return other_objective(self, ids, (attention_mask, token_type_ids), real, *out)
         # Detect: the discriminator's loss is over all tokens.
         scores = self.discriminator(corrupted_ids, attention_mask, token_type_ids)
-        real = torch.ones_like(labels) if attention_mask is None else attention_mask != 0
-        nats = F.binary_cross_entropy_with_logits(scores.float(), labels.float(), reduction="none")
-        discriminator_loss = masked_mean(nats, real)
+        discriminator_loss = masked_mean(binary_cross_entropy(scores, labels), real)
         loss = generator_loss + config.discriminator_weight * discriminator_loss
         return ElectraOutput(
             loss, generator_loss, discriminator_loss, masked, corrupted_ids, labels, logits, scores
         )
+
+
+def other_objective(
+    model: Electra, ids: Tensor, inputs: tuple[MaybeTensor, MaybeTensor], real: Tensor,
+    masked: Masked, logits: Tensor, generator_loss: Tensor, corrupted_ids: Tensor,
+) -> ElectraOutput:  # fmt: skip
+    """The paper's other objectives (sections 3.3 and 3.4, appendix F), from the samples on.
+
+    "discriminator_loss" is the loss of the main network, whatever it is asked.
+    """
+    objective, weight = model.config.objective, model.config.discriminator_weight
+    labels, positions, chosen = corrupted_ids != ids, masked.positions, masked.chosen
+    scores, main_loss = torch.zeros(ids.shape, device=ids.device), torch.zeros_like(generator_loss)
+    if objective in ("electra_15", "adversarial") or model.second_stage:
+        scores = model.discriminator(corrupted_ids, *inputs)
+        nats = binary_cross_entropy(scores, labels)  # (B, L)
+        main_loss = masked_mean(nats, real)
+    match objective:
+        case "mlm":  # BERT: the generator is the main network, in full size, and all there is
+            loss = generator_loss
+        case "electra_15":  # detect, but learn from the chosen tokens only
+            main_loss = masked_mean(nats.gather(1, positions), chosen)
+            loss = generator_loss + weight * main_loss
+        case "replace_mlm":  # BERT, with samples of the generator in the place of [MASK]
+            guesses = model.corrector(corrupted_ids, *inputs, positions)
+            main_loss = masked_mean(cross_entropy(guesses, ids.gather(1, positions)), chosen)
+            loss = generator_loss + main_loss
+        case "all_tokens_mlm":  # predict every token: P = D [copied] + (1 - D) softmax
+            x = model.discriminator.encoder(corrupted_ids, *inputs)
+            scores = model.discriminator.head(x).float()  # the logit of 1 - D
+            copied = F.logsigmoid(-scores).masked_fill(labels, -math.inf)
+            predicted = F.logsigmoid(scores) - cross_entropy(model.corrector.head(x), ids)
+            main_loss = masked_mean(-torch.logaddexp(copied, predicted), real)
+            loss = generator_loss + main_loss
+        case "two_stage":  # the generator alone; then the discriminator alone, from its weights
+            loss = weight * main_loss if model.second_stage else generator_loss
+        case "adversarial":  # REINFORCE: the generator is rewarded with the nats that it costs
+            reward = nats.detach().gather(1, positions)
+            reward = reward - masked_mean(reward, chosen)
+            sampled_nats = cross_entropy(logits, corrupted_ids.gather(1, positions))
+            loss = masked_mean(reward * sampled_nats, chosen) + weight * main_loss
+    out = loss, generator_loss, main_loss, masked, corrupted_ids, labels, logits, scores
+    return ElectraOutput(*out)
+
+
+def enter_stage(model: Electra, step: int, steps: int) -> None:
+    """two_stage: the discriminator has the second half of a run, and the generator's weights."""
+    model.second_stage = model.config.objective == "two_stage" and step > steps // 2
+    if model.second_stage and step == steps // 2 + 1:
+        model.discriminator.encoder.load_state_dict(model.generator.encoder.state_dict())
 
 
 # ---- 5. Optimiser and schedule (appendix A). ---------------------------------------------------
@@ -462,46 +548,25 @@ def evaluate(
         scores.append(out.discriminator_logits.float().flatten().cpu())
         labels.append(out.labels.flatten().cpu())
     model.train()
-    generator_loss, accuracy, sampled_accuracy = (sums[:3] / sums[3].clamp(min=1)).tolist()
+    generator = (sums[:3] / sums[3].clamp(min=1)).tolist()  # loss, accuracy, accuracy of samples
     score, label = torch.cat(scores), torch.cat(labels)
     verdict = score > 0
     hits = int((verdict & label).sum())
-    return {
-        "valid_generator_loss": generator_loss,
-        "valid_generator_accuracy": accuracy,
-        "valid_sampled_accuracy": sampled_accuracy,
-        "valid_discriminator_loss": float(F.binary_cross_entropy_with_logits(score, label.float())),
-        "valid_accuracy": float((verdict == label).float().mean()),
-        "valid_precision": hits / max(1, int(verdict.sum())),
-        "valid_recall": hits / max(1, int(label.sum())),
-        "valid_auc": data.area_under_curve(score.numpy(), label.numpy()),
-        "valid_replaced": float(label.float().mean()),
-    }
-
-
-@torch.no_grad()
-def show_lesson(model: Electra, tokenizer: Any, ids: Tensor) -> str:
-    """What the two networks make of one held-out sentence (1, L); fakes and verdicts coloured."""
-    model.eval()
-    torch.manual_seed(1)
-    out = model(ids)
-    model.train()
-    shown = (("original", ids), ("masked", out.masked.ids), ("generator", out.corrupted_ids))
-    rows = [(name, row[0].tolist(), (row[0] != ids[0]).tolist()) for name, row in shown]
-    return data.show_tokens(tokenizer, rows, out.discriminator_logits[0].sigmoid().tolist())
+    loss = float(binary_cross_entropy(score, label).mean())
+    right = float((verdict == label).float().mean())
+    precision, recall = hits / max(1, int(verdict.sum())), hits / max(1, int(label.sum()))
+    area = data.area_under_curve(score.numpy(), label.numpy())
+    found = (*generator, loss, right, precision, recall, area, float(label.float().mean()))
+    return dict(zip(data.VALID_METRICS, found, strict=True))
 
 
 # ---- 7. Trained models: the folder of a run, and Hugging Face's. -------------------------------
 # What our settings, and the parts of our networks, are called in `transformers`. There each of the
 # two networks has a folder and a config.json of its own. * is query, key and value, # a number.
 HUGGING_FACE = {
-    "vocab_size": "vocab_size",
-    "embedding_size": "embedding_size",
-    "hidden_size": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "intermediate_size": "intermediate_size",
-    "max_positions": "max_position_embeddings",
+    "vocab_size": "vocab_size", "embedding_size": "embedding_size", "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size", "max_positions": "max_position_embeddings",
     "dropout": "hidden_dropout_prob",
     "encoder.embeddings.word": "electra.embeddings.word_embeddings",
     "encoder.embeddings.position": "electra.embeddings.position_embeddings",
@@ -519,48 +584,18 @@ HUGGING_FACE = {
     "generator": "generator_lm_head",  # a bias; the matrix is that of the word embeddings
     "discriminator.dense": "discriminator_predictions.dense",
     "discriminator.prediction": "discriminator_predictions.dense_prediction",
-}
+}  # fmt: skip
 
 
-def hugging_face_config(config: ElectraConfig, folder: Path) -> ElectraConfig:
-    """`config` with the shape of the networks in a Hugging Face folder."""
-    shapes = {
-        half: shape for half, (shape, _) in data.read_hugging_face(HUGGING_FACE, folder).items()
-    }
-    generator = shapes.get("generator", {})
-    narrow = ("hidden_size", "num_heads", "intermediate_size")
-    common = {name: value for name, value in generator.items() if name not in narrow}
-    config = replace(config, **shapes.get("discriminator", common))
-    if generator:
-        config.generator_size = generator["hidden_size"] / config.hidden_size
-        ours = asdict(generator_config(config)) | {"dropout": generator.get("dropout")}
-        if wrong := [f"{k} {v} (not {ours[k]})" for k, v in generator.items() if v != ours[k]]:
-            raise data.InputError(f"{folder}: cannot use a generator of {', '.join(wrong)}.")
-    return config
-
-
-def load_run(out: Path) -> tuple[Electra, Any, dict[str, Any]]:
-    """Model, tokenizer and settings of a run, or of a Hugging Face folder.
-
-    settings["step"] says how far the run was trained; settings["size"] whose recipe it follows.
-    """
-    settings = data.read_json(out / "config.json") if (out / "config.json").exists() else {}
-    if "model_type" in settings:
-        config = hugging_face_config(ElectraConfig(), out)
-        tokenizer = data.load_tokenizer(data.find_tokenizer(out))
-        model = Electra(replace(config, **data.special_ids(tokenizer)))
-        data.load_hugging_face(HUGGING_FACE, out, model)
-        sizes = [size for size in SIZES if SIZES[size][0].hidden_size == config.hidden_size]
-        settings = {"size": (sizes or ["small"])[0], "length": config.max_positions, "step": 0}
-        return model.eval(), tokenizer, settings
-    state = data.load_checkpoint(out / "checkpoint.pt")
-    if state is None:
-        raise data.InputError(f"{out}: no trained model. Train one: python electra.py --out {out}")
-    known = {f.name for f in fields(ElectraConfig)} & set(settings)
-    model = Electra(ElectraConfig(**{name: settings[name] for name in known}))
-    model.load_state_dict(state["model"])
-    tokenizer = data.load_tokenizer(out / "tokenizer.json")
-    return model.eval(), tokenizer, settings | {"step": state["step"]}
+def load_run(folder: Path) -> tuple[Electra, Any, dict[str, Any]]:
+    """Model, tokenizer and settings ("size", "length") of a run, or of a Hugging Face folder."""
+    config = data.hugging_face_config(HUGGING_FACE, folder, ElectraConfig(), generator_config)
+    tokenizer = data.load_tokenizer(data.find_tokenizer(folder))
+    model = Electra(replace(config, **data.special_ids(tokenizer)))
+    data.load_hugging_face(HUGGING_FACE, folder, model)
+    sizes = [size for size in SIZES if SIZES[size][0].hidden_size == config.hidden_size]
+    settings = {"size": (sizes or ["small"])[0], "length": config.max_positions}
+    return model.eval(), tokenizer, settings | data.run_settings(folder)
 
 
 # ---- 8. The training loop. ---------------------------------------------------------------------
@@ -603,13 +638,15 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
         step, seconds, logged = state["step"], state["seconds"], state["logged"]
         recent = [losses.to(device) for losses in state["recent"]]
     # Each process takes its share of a batch; backward averages their gradients.
-    network = DistributedDataParallel(model) if world > 1 else model
+    network = model
+    if world > 1:  # other objectives leave a head or a network without a gradient
+        other = config.objective != "electra"
+        network = nn.parallel.DistributedDataParallel(model, find_unused_parameters=other)
 
-    print(textwrap.fill(", ".join(f"{k} {v}" for k, v in settings.items() if v != ""), 100))
-    for part in ("generator", "discriminator", "together"):
-        parameters = getattr(model, part, model).parameters()
-        print(f"parameters, {part}: {sum(p.numel() for p in parameters):,}")
+    data.show_run(settings, model)
     print(f"tokens: {len(train):,} and {len(valid):,} held out; {device}, {precision}")
+    flops = data.flops_per_token(config, generator_config(config), run.length)
+    print("FLOPs per token: generator {:,.0f}, main network {:,.0f}".format(*flops))
 
     def get_batch(tokens: np.ndarray, first: int, rows: int, seed: int) -> list[Tensor]:
         special = config.cls_id, config.sep_id
@@ -626,10 +663,11 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
     metrics = data.open_metrics(out / "metrics.csv" if rank == 0 else Path(os.devnull), step)
     bar = tqdm(total=run.steps, initial=step, unit="step", disable=True if rank else None)
     saved = clock = time.perf_counter()
-    stopping = False
+    stopping, low = False, 0  # low: evaluations in a row in which nothing was detected
     while step < run.steps and not stopping:
         # One step. Everything random in it follows from the seed and its number.
         step += 1
+        enter_stage(model, step, run.steps)
         rate = learning_rate(step, run)
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -667,81 +705,44 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
             speed = len(recent) * run.batch_size * run.length / (seconds - logged)
             recent, logged = [], seconds
             numbers = (step, step * run.batch_size * run.length, seconds, rate, *means)
-            row = dict(zip(data.METRICS, numbers, strict=False))
+            row = dict(zip(data.METRICS, numbers, strict=False)) | {
+                "flops": numbers[1] * sum(flops)
+            }
             status = f"generator {means[0]:.3f}, discriminator {means[1]:.4f}, {speed:,.0f} tok/s"
-            bar.set_postfix_str(status)
-            if bar.disable:  # no terminal: plain lines
-                left = tqdm.format_interval((run.steps - step) * seconds / step)
-                print(f"step {step:,} of {run.steps:,}: {status}, {left} left", flush=True)
+            data.show_status(bar, step, seconds / step, status)
             if evaluation:
                 result = evaluate(model, valid_batches, autocast)
                 row |= result
                 shown = ", ".join(f"{k[6:]} {v:.3f}" for k, v in result.items())
                 bar.write(f"\nheld-out text after step {step:,}: {shown}\n")
-                bar.write(show_lesson(model, tokenizer, lesson))
+                bar.write(data.show_lesson(model, tokenizer, lesson))
+                low = low + 1 if step > run.warmup_steps and data.detects_nothing(result) else 0
+                if low > 3 and config.objective in ("electra", "electra_15"):
+                    bar.write(data.COLLAPSED)
             metrics.writerow(row)
         if save and rank == 0:
             state = {"step": step, "seconds": seconds, "logged": logged, "recent": recent}
             state |= {name: part.state_dict() for name, part in parts.items()}
             data.save_checkpoint(out / "checkpoint.pt", state)
+            for half, of in (("generator", generator_config(config)), ("discriminator", config)):
+                half_model = getattr(model, half)
+                data.write_hugging_face(HUGGING_FACE, out / half, half, half_model, of, tokenizer)
             saved = time.perf_counter()
         clock = time.perf_counter()
     bar.close()
-    if rank == 0:
-        for half, of in (("generator", generator_config(config)), ("discriminator", config)):
-            network = getattr(model, half)
-            data.write_hugging_face(HUGGING_FACE, out / half, half, network, of, tokenizer)
     held.close()
     more = "--steps asks for more" if step == run.steps else "the same command goes on from there"
     print(f"{out}: {step:,} of {run.steps:,} steps are done; {more}.")
 
 
 # ---- 9. The command line. ----------------------------------------------------------------------
-@torch.no_grad()
-def detect(out: Path, text: str) -> None:
-    """Print every token of the text with the probability that it is a replacement."""
-    model, tokenizer, settings = load_run(out)
-    room = settings["length"] - 2  # what it was trained on: positions behind that know nothing
-    for line in sys.stdin if text == "-" else [text]:
-        ids = tokenizer.encode(line, add_special_tokens=False).ids
-        for part in (ids[i : i + room] for i in range(0, len(ids), room)):
-            sentence = torch.tensor([[model.config.cls_id, *part, model.config.sep_id]])
-            chances = model.discriminator(sentence)[0, 1:-1].sigmoid()
-            rows = [("token", part, (chances > 0.5).tolist())]
-            print(data.show_tokens(tokenizer, rows, chances.tolist()))
-
-
-def parse_arguments(arguments: list[str] | None) -> tuple[ElectraConfig, RunConfig, str | None]:
-    """The size's model and recipe, with what the command line says instead."""
-    parser = argparse.ArgumentParser(description="Pre-train ELECTRA on a text.", allow_abbrev=False)
-    parser.add_argument("--detect", metavar="TEXT", help="show what looks replaced; - reads stdin")
-    data.add_options(parser, RunConfig)
-    data.add_options(parser, ElectraConfig)
-    given = vars(parser.parse_args(arguments))
-    text = given.pop("detect")
-    size = given.get("size", "small" if given.get("data") else "tiny")
-    if size not in SIZES:
-        raise data.InputError(f"--size {size}: choose one of {', '.join(SIZES)}.")
-    config, run = SIZES[size]
-    given = given if given.get("data") else DEMO | given
-    of_model = {name: given.pop(name) for name in list(given) if hasattr(config, name)}
-    config, run = replace(config, **of_model), replace(run, **given)
-    if run.init_from:
-        config = hugging_face_config(config, Path(run.init_from))
-        if other := [k for k, v in of_model.items() if getattr(config, k) != v]:
-            raise data.InputError(f"{run.init_from} decides --{other[0]}: leave the option out.")
-        if not {"tokenizer", "vocab"} & set(given):
-            run.tokenizer = str(data.find_tokenizer(Path(run.init_from)))
-    data.check_settings(config, generator_config(config), run)
-    return config, run, text
-
-
 def main(arguments: list[str] | None = None) -> None:
-    config, run, text = parse_arguments(arguments)
+    config, run, text = data.parse_run(arguments, SIZES, DEMO, generator_config, HUGGING_FACE)
     if text is None:
         pretrain(config, run)
     else:
-        detect(Path(run.out), text)
+        model, tokenizer, settings = load_run(Path(run.out))
+        data.detect(model, tokenizer, settings["length"], text)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare, pearsonr, spearmanr
 from sklearn.metrics import f1_score, matthews_corrcoef, roc_auc_score
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModel,
     AutoTokenizer,
@@ -64,6 +65,9 @@ TINY = ElectraConfig(
     cls_id=CLS,
     sep_id=SEP,
     mask_id=MASK,
+)
+OBJECTIVES = next(
+    f.metadata["choices"] for f in dataclasses.fields(ElectraConfig) if f.name == "objective"
 )
 NO_RANDOM_KEEPING = dataclasses.replace(TINY, mask_share=1.0)
 
@@ -449,6 +453,210 @@ def test_sections_2_to_4_run_alone_with_nothing_but_torch() -> None:
     assert space["Electra"](config)(torch.randint(104, 200, (2, 16))).loss.isfinite()
 
 
+# ---------------------------------------------------------------------------- 4. Other objectives
+
+
+def other(objective: str, **settings: Any) -> Electra:
+    """A model of another objective, as the command line would set it up."""
+    arguments = {"generator_size": 1.0, "num_heads": 1} if objective in ("mlm", "two_stage") else {}
+    if objective in ("mlm", "two_stage"):
+        arguments["embedding_sharing"] = "all" if objective == "mlm" else "separate"
+    return model(dataclasses.replace(TINY, objective=objective, **arguments | settings))
+
+
+def step_of(net: Electra) -> tuple[Tensor, Tensor, electra.ElectraOutput]:
+    ids, mask = padded(sentences(8, 40), [40, 40, 40, 30, 30, 20, 20, 10])
+    torch.manual_seed(1)
+    return ids, mask, net(ids, mask)
+
+
+def parts_with_gradient(net: Electra) -> set[str]:
+    """The parts of a model that its loss trains, the shared embeddings left out."""
+    net.zero_grad()
+    step_of(net)[2].loss.backward()
+    names = [name for name, p in net.named_parameters() if p.grad is not None and p.grad.any()]
+    parts = {".".join(name.split(".")[:2]) for name in names if "embeddings" not in name}
+    return {part.removesuffix(".weight").removesuffix(".bias") for part in parts}
+
+
+GENERATOR = {"generator.encoder", "generator.dense", "generator.norm", "generator"}
+DETECTS = {"discriminator.encoder", "discriminator.dense", "discriminator.prediction"}
+NAMES = {"corrector.dense", "corrector.norm", "corrector"}
+
+
+@pytest.mark.parametrize(
+    ("objective", "parts"),
+    [
+        ("electra", GENERATOR | DETECTS),
+        ("mlm", GENERATOR),
+        ("electra_15", GENERATOR | DETECTS),
+        ("replace_mlm", GENERATOR | {"discriminator.encoder"} | NAMES),
+        ("all_tokens_mlm", GENERATOR | DETECTS | NAMES),
+        ("two_stage", GENERATOR),
+        ("adversarial", GENERATOR | DETECTS),
+    ],
+)
+def test_an_objective_trains_its_parts_and_no_others(objective: str, parts: set[str]) -> None:
+    assert parts_with_gradient(other(objective)) == parts
+
+
+def test_mlm_is_one_network_of_full_size() -> None:
+    net = other("mlm")
+    assert net.generator.encoder is net.discriminator.encoder
+    _, _, out = step_of(net)
+    assert out.loss == out.generator_loss
+    assert out.discriminator_loss == 0
+
+
+def test_electra_15_learns_from_the_chosen_tokens_only() -> None:
+    ids, _, out = step_of(other("electra_15"))
+    terms = []
+    for row in range(len(ids)):
+        for position, chosen in zip(out.masked.positions[row], out.masked.chosen[row], strict=True):
+            if chosen:
+                x, label = out.discriminator_logits[row, position], out.labels[row, position]
+                terms.append(F.softplus(-x if label else x))
+    expected = torch.stack(terms).mean()
+    assert torch.allclose(out.discriminator_loss, expected)
+    assert torch.allclose(out.loss, out.generator_loss + 50 * expected)
+
+
+def test_replace_mlm_predicts_the_originals_from_the_samples() -> None:
+    net = other("replace_mlm")
+    ids, mask, out = step_of(net)
+    with torch.no_grad():
+        x = net.discriminator.encoder(out.corrupted_ids, mask)
+        log_p = net.corrector.head(x).log_softmax(-1)
+    chosen = torch.zeros_like(out.labels).scatter(1, out.masked.positions, out.masked.chosen)
+    expected = -log_p.gather(2, ids[:, :, None])[chosen].mean()
+    assert torch.allclose(out.discriminator_loss, expected, rtol=1e-5)
+    assert torch.allclose(out.loss, out.generator_loss + expected)
+
+
+def test_all_tokens_mlm_mixes_copying_and_predicting_all_tokens() -> None:
+    net = other("all_tokens_mlm")
+    ids, mask, out = step_of(net)
+    with torch.no_grad():
+        x = net.discriminator.encoder(out.corrupted_ids, mask)
+        copy = torch.sigmoid(-net.discriminator.head(x))[:, :, None]
+        p = (1 - copy) * net.corrector.head(x).softmax(-1)
+        p += copy * F.one_hot(out.corrupted_ids, 100)
+    assert torch.allclose(p.sum(-1), torch.ones(ids.shape), atol=1e-5)  # a distribution
+    expected = -p.gather(2, ids[:, :, None])[:, :, 0].log()[mask == 1].mean()
+    assert torch.allclose(out.discriminator_loss, expected, rtol=1e-4)
+    assert torch.allclose(out.loss, out.generator_loss + expected)
+
+
+def test_two_stage_trains_the_generator_and_then_a_discriminator_that_starts_as_it() -> None:
+    net, run = other("two_stage"), RunConfig(steps=6, warmup_steps=1, learning_rate=1e-2)
+    optimizer = electra.make_optimizer(net, run)
+    for step in range(1, 7):
+        before = {name: p.clone() for name, p in net.named_parameters()}
+        electra.enter_stage(net, step, 6)
+        if step == 4:
+            for name, value in net.discriminator.encoder.state_dict().items():
+                assert torch.equal(value, net.generator.encoder.state_dict()[name])
+        step_of(net)[2].loss.backward()
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2
+        optimizer.step()
+        optimizer.zero_grad()
+        changed = {
+            n.split(".")[0] for n, p in net.named_parameters() if not torch.equal(p, before[n])
+        }
+        assert changed == {"generator" if step <= 3 else "discriminator"}
+
+
+def test_the_adversarial_gradient_raises_the_expected_loss_of_the_discriminator() -> None:
+    net = other("adversarial", discriminator_weight=0.0, mask_share=1.0)
+    ids = sentences(1, 8)  # so short that one position is chosen
+    expected_nats = []
+    for position in range(1, 7):
+        masked = ids.clone()
+        masked[0, position] = MASK
+        p = net.generator(masked, positions=torch.tensor([[position]]))[0, 0].softmax(-1)
+        filled = ids.repeat(100, 1)
+        filled[:, position] = torch.arange(100)
+        with torch.no_grad():
+            scores = net.discriminator(filled)[:, position]
+        label = torch.arange(100) != ids[0, position]
+        expected_nats.append((p * F.softplus(torch.where(label, -scores, scores))).sum())
+    expected = torch.autograd.grad(torch.stack(expected_nats).mean(), net.generator.bias)[0]
+    torch.manual_seed(0)
+    out = net(ids.expand(20_000, 8))
+    sampled = -torch.autograd.grad(out.loss, net.generator.bias)[0]
+    assert F.cosine_similarity(sampled, expected, dim=0) > 0.95
+    assert sampled.norm() == pytest.approx(float(expected.norm()), rel=0.1)
+
+
+def test_separate_embeddings_share_nothing() -> None:
+    net = model(dataclasses.replace(TINY, embedding_sharing="separate"))
+    ours = {id(p) for p in net.generator.parameters()}
+    assert ours.isdisjoint(id(p) for p in net.discriminator.parameters())
+
+
+def test_gdes_trains_the_discriminators_difference_and_not_the_generators_table() -> None:
+    gdes = model(dataclasses.replace(TINY, embedding_sharing="gdes"))
+    word, difference = (
+        half.encoder.embeddings.word.weight for half in (gdes.generator, gdes.discriminator)
+    )
+    assert not difference.any()
+    _, _, out = step_of(gdes)
+    out.discriminator_loss.backward()
+    assert word.grad is None
+    assert difference.grad is not None
+    assert difference.grad.any()
+    with torch.no_grad():  # the discriminator sees what the generator learns
+        before = gdes.discriminator(sentences(2, 10))
+        word += torch.randn_like(word)
+        assert not torch.allclose(gdes.discriminator(sentences(2, 10)), before)
+
+
+def test_sharing_layers_divides_the_parameters_and_not_the_work() -> None:
+    own = model(dataclasses.replace(TINY, num_layers=6))
+    shared = model(dataclasses.replace(TINY, num_layers=6, share_layers=True))
+
+    def size(net: Electra) -> int:
+        return sum(p.numel() for p in net.discriminator.encoder.layers.parameters())
+
+    def work(net: Electra) -> int:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            net.discriminator(sentences(2, 16))
+        return counter.get_total_flops()
+
+    assert size(own) == 6 * size(shared)
+    assert work(own) == work(shared)
+    groups = electra.make_optimizer(shared, RunConfig()).param_groups
+    trained = [id(p) for group in groups for p in group["params"]]
+    assert len(trained) == len(set(trained)) == len(list(shared.parameters()))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_counted_flops_are_those_that_torch_counts(objective: str) -> None:
+    net = other(objective)
+    ids = sentences(4, 40)
+    counts = []
+    for second_stage in (False, True):
+        net.second_stage = second_stage and objective == "two_stage"
+        with FlopCounterMode(display=False) as counter:
+            net(ids).loss.backward()
+        counts.append(counter.get_total_flops() / ids.numel())
+    ours = data.flops_per_token(net.config, electra.generator_config(net.config), 40)
+    assert sum(ours) == pytest.approx(statistics.mean(counts))
+
+
+def test_flops_of_small_are_the_official_count_within_two_percent() -> None:
+    config, run = SIZES["small"]
+    generator, main = data.flops_per_token(config, electra.generator_config(config), 128)
+    # The official rule counts the backward pass once, not twice, and looking up an embedding as a
+    # product with a one-hot vector. (It counts small operations, too, such as dropout.)
+    looking_up = 2 * (2 * config.embedding_size * config.vocab_size)
+    tokens = run.steps * run.batch_size * run.length
+    assert tokens * (2 / 3 * (generator + main) + 2 * looking_up) == pytest.approx(
+        1.294e18, rel=0.02
+    )
+
+
 # ---------------------------------------------------------------------------- 5. Optimiser
 
 
@@ -541,7 +749,7 @@ def test_evaluation_repeats_exactly_and_leaves_the_model_in_training_mode() -> N
     first, second = electra.evaluate(net, batches, off), electra.evaluate(net, batches, off)
     assert first == second
     assert net.training
-    assert list(first) == data.METRICS[6:]
+    assert list(first) == data.VALID_METRICS
 
 
 def test_precision_recall_and_accuracies_count_what_they_say(
@@ -947,6 +1155,69 @@ def test_a_finished_run_says_so_and_changes_nothing(finished: Path) -> None:
     assert result.returncode == 0
     assert "8 of 8 steps are done" in result.stdout
     assert (finished / "out" / "checkpoint.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES[1:])
+def test_a_run_of_another_objective_evaluates_and_leaves_an_encoder_to_fine_tune(
+    objective: str, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(finished)
+    run = [*SMALL_RUN, "--objective", objective, "--out", objective, "--eval_every", "8"]
+    assert data.run_program("electra.py", lambda: electra.main(run)) == 0
+    with (finished / objective / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    config, settings = SIZES["tiny"][0], json.loads(Path(objective, "config.json").read_text())
+    config = dataclasses.replace(config, **{k: settings[k] for k in vars(config)})
+    flops = sum(data.flops_per_token(config, electra.generator_config(config), 64))
+    assert float(rows[-1]["flops"]) == pytest.approx(8 * 4 * 64 * flops)
+    assert rows[-1]["valid_auc"]
+    net, _, _ = electra.load_run(Path(objective))
+    state = data.load_checkpoint(Path(objective, "checkpoint.pt"))
+    assert state is not None
+    for name, value in net.discriminator.encoder.state_dict().items():
+        assert torch.equal(value, state["model"][f"discriminator.encoder.{name}"]), name
+
+
+def test_a_run_with_gdes_and_shared_layers_is_exported_as_one_that_has_neither(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(finished)
+    run = [*SMALL_RUN, "--embedding_sharing", "gdes", "--share_layers", "--num_layers", "3"]
+    assert data.run_program("electra.py", lambda: electra.main([*run, "--out", "gdes"])) == 0
+    net, _, _ = electra.load_run(Path("gdes"))
+    state = data.load_checkpoint(Path("gdes", "checkpoint.pt"))
+    assert state is not None
+    word = "encoder.embeddings.word.weight"
+    words = state["model"][f"generator.{word}"] + state["model"][f"discriminator.{word}"]
+    assert torch.equal(net.discriminator.state_dict()[word], words)
+    layers = [layer.state_dict() for layer in net.discriminator.encoder.layers]
+    assert all(torch.equal(layers[0][name], layers[2][name]) for name in layers[0])
+    # An unshared network starts from it: each layer from the copy, and then on its own.
+    run = [*SMALL_RUN, "--init_from", "gdes", "--num_layers", "3", "--out", "unshared"]
+    assert data.run_program("electra.py", lambda: electra.main(run)) == 0
+    net, _, _ = electra.load_run(Path("unshared"))
+    layers = [layer.state_dict() for layer in net.discriminator.encoder.layers]
+    assert len(layers) == 3
+    assert not torch.equal(layers[0]["output.weight"], layers[2]["output.weight"])
+
+
+def test_a_discriminator_that_learns_nothing_for_long_is_named_with_a_remedy(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(finished)
+    evaluate = electra.evaluate
+    for out, auc, recall in (
+        ("early", 0.68, 0.05),
+        ("no_auc", 0.52, 0.05),
+        ("no_recall", 0.68, 0.0),
+    ):
+        found = {"valid_auc": auc, "valid_recall": recall}
+        monkeypatch.setattr(electra, "evaluate", lambda *a, found=found: evaluate(*a) | found)
+        run = [*SMALL_RUN, "--eval_every", "1", "--warmup_steps", "2", "--out", out]
+        assert data.run_program("electra.py", lambda run=run: electra.main(run)) == 0
+        printed = capsys.readouterr().out
+        # Warm-up ends with step 2; the fourth evaluation behind it is step 6.
+        assert printed.count("Try --generator_size 0.25") == (0 if out == "early" else 3)
 
 
 def test_a_run_stopped_and_continued_ends_with_the_weights_of_one_never_stopped(
@@ -1401,7 +1672,7 @@ def test_an_exported_generator_gives_our_logits_in_transformers(
 def test_both_networks_of_a_shared_encoder_are_exported(
     letters: data.Tokenizer, tmp_path: Path
 ) -> None:
-    net = model(dataclasses.replace(TINY, generator_size=1.0, share_encoder=True, num_heads=1))
+    net = model(dataclasses.replace(TINY, generator_size=1.0, embedding_sharing="all", num_heads=1))
     exported(net, letters, tmp_path)
     discriminator = load_theirs(ElectraForPreTraining, tmp_path / "discriminator")
     generator = load_theirs(ElectraForMaskedLM, tmp_path / "generator")
@@ -1527,7 +1798,11 @@ def test_a_hugging_face_generator_of_any_fraction_gives_their_logits_here(
     words = data.read_hugging_face(electra.HUGGING_FACE, tmp_path)["discriminator"][1][
         "electra.embeddings.word_embeddings.weight"
     ]
-    net = Electra(electra.hugging_face_config(ElectraConfig(), tmp_path)).eval()
+    net = Electra(
+        data.hugging_face_config(
+            electra.HUGGING_FACE, tmp_path, ElectraConfig(), electra.generator_config
+        )
+    ).eval()
     data.load_hugging_face(electra.HUGGING_FACE, tmp_path, net)
     # Two models that were not trained together: here both use the discriminator's table.
     assert torch.equal(net.generator.encoder.embeddings.word.weight, words)
@@ -1558,7 +1833,9 @@ def test_what_has_no_weights_in_the_folder_starts_fresh_and_is_listed(
     assert "not used: classifier.dense.bias, classifier.dense.weight" in printed
     shape = {"hidden_size": 64, "num_attention_heads": 1, "intermediate_size": 256}
     released(tmp_path / "gen", ElectraForMaskedLM, **shape)
-    config = electra.hugging_face_config(ElectraConfig(), tmp_path / "gen")
+    config = data.hugging_face_config(
+        electra.HUGGING_FACE, tmp_path / "gen", ElectraConfig(), electra.generator_config
+    )
     assert (config.hidden_size, config.vocab_size, config.num_layers) == (256, 120, 2)
     data.load_hugging_face(electra.HUGGING_FACE, tmp_path / "gen", Electra(config))
     assert "no discriminator" in capsys.readouterr().out
@@ -1596,7 +1873,7 @@ def another_generator(folder: Path) -> None:
             lambda f: BertModel(BertConfig(vocab_size=9)).config.save_pretrained(f),
             "model_type is bert",
         ),
-        (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
+        (lambda f: (f / "config.json").unlink(), "no trained model"),
         (lambda f: (f / "config.json").write_text("{"), "not JSON"),
         (lambda f: (f / "pytorch_model.bin").unlink(), "no model.safetensors and no"),
         (lambda f: (f / "pytorch_model.bin").write_bytes(b"PK"), "cannot be read"),
@@ -1625,7 +1902,9 @@ def test_export_import_export_gives_byte_equal_files(finished: Path, tmp_path: P
     exported(net, tokenizer, tmp_path / "one")
     again = Electra(
         dataclasses.replace(
-            electra.hugging_face_config(ElectraConfig(), tmp_path / "one"),
+            data.hugging_face_config(
+                electra.HUGGING_FACE, tmp_path / "one", ElectraConfig(), electra.generator_config
+            ),
             **data.special_ids(tokenizer),
         )
     )
@@ -2440,7 +2719,7 @@ def test_pairs_of_mrpc_and_sts_b_are_trained_in_both_orders(
     [
         (["--model", "nowhere"], "nowhere: no trained model"),
         (["--task", "SST2"], "--task SST2: choose all, or of CoLA, SST-2"),
-        (["--head", "last"], "--head must be first or mean"),
+        (["--head", "last"], "--head last: choose one of first, mean"),
         (["--task", "CoLA"], "no task can be run"),
         (["--model", "out", "--classify", "x"], "out: no model.pt"),
         (["--model", "none", "--init_from", "out/glue/RTE"], "--init_from needs a --model"),

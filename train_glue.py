@@ -69,16 +69,16 @@ class GlueConfig:
     task: str = option("all", "all, or tasks with commas between them, such as CoLA,RTE")
     seeds: int = option(1, "runs of each task, with seeds 0, 1, ...")
     init_from: str = option("", "folder of a fine-tuned model to start from, such as out/glue/MNLI")
-    head: str = option("first", "what the new layer reads: first (token), or the mean of all")
+    head: str = option("first", "what the new layer reads: one of", "first", "mean")
     learning_rate: float = option(0.0, "peak learning rate (default: by size, 3e-4 for small)")
     layer_decay: float = option(0.0, "factor from each layer to the one below (default: by size)")
     epochs: int = option(0, "epochs (default: 10 for STS-B and RTE, 3 for the others)")
     batch_size: int = option(32, "examples in a step")
     length: int = option(128, "longest input in tokens; longer ones are cut")
     double_pairs: bool = option(True, "train MRPC and STS-B on each pair in both orders")
-    precision: str = option("auto", "auto, fp32, bf16 or fp16")
+    precision: str = option("auto", "one of", "auto", "fp32", "bf16", "fp16")
     device: str = option("auto", "auto, cuda, mps or cpu")
-    save: str = option("none", "none, or which model of a task to keep: best (on dev) or last")
+    save: str = option("none", "model of a task to keep (best: on dev)", "none", "best", "last")
     predict: bool = option(False, "also write the submission for the GLUE site, a zip")
     export: str = option(
         "", "write the encoder of a saved --model to this folder, for Hugging Face"
@@ -235,7 +235,7 @@ class Start(NamedTuple):
     tokenizer: Tokenizer
     encoder: Encoder | None  # none: random weights, others for each seed
     origin: str  # "pre-trained", "none", or the folder of --init_from
-    step: int  # of pre-training
+    weights: str  # digest of the encoder that was pre-trained
 
 
 def new_classifier(start: Start, task: str, head: str) -> Classifier:
@@ -330,7 +330,7 @@ def measure(
 
 # ---- Results: one row per metric of a run, matched by all settings that shape it ---------------
 SETTINGS = (
-    "task", "origin", "step", "head", "learning_rate", "layer_decay", "epochs", "batch_size",
+    "task", "origin", "weights", "head", "learning_rate", "layer_decay", "epochs", "batch_size",
     "length", "double_pairs", "train_rows",
 )  # fmt: skip
 COLUMNS = (*SETTINGS, "seed", "metric", "value", "majority", "dev_rows")
@@ -390,7 +390,7 @@ def run_task(task: str, start: Start, options: GlueConfig, folder: Path) -> list
         return []
     examples = {file: read_examples(options, task, file) for file in ("train", *dev_files)}
     options = replace(options, task=task, epochs=options.epochs or EPOCHS.get(task, 3))
-    settings = asdict(options) | {"origin": start.origin, "step": start.step}
+    settings = asdict(options) | {"origin": start.origin, "weights": start.weights}
     settings |= {"train_rows": len(examples["train"])}
     settings = {key: str(settings[key]) for key in SETTINGS}
     saved = folder / task / "config.json"
@@ -468,7 +468,7 @@ def load_model(folder: Path) -> tuple[Classifier, Tokenizer, dict[str, Any]]:
             raise InputError(f"{folder}: no {name}. Name a folder that --save has written.")
     settings = data.read_json(folder / "config.json")
     tokenizer = data.load_tokenizer(folder / "tokenizer.json")
-    start = Start(ElectraConfig(**settings["model"]), tokenizer, None, "", 0)
+    start = Start(ElectraConfig(**settings["model"]), tokenizer, None, "", "")
     model = new_classifier(start, settings["task"], settings["head"])
     model.load_state_dict(data.load_checkpoint(folder / "model.pt")["model"])
     return model.eval(), tokenizer, settings
@@ -591,15 +591,10 @@ def parse_arguments(arguments: list[str] | None) -> GlueConfig:
     parser = argparse.ArgumentParser(description="Fine-tune ELECTRA on GLUE.", allow_abbrev=False)
     data.add_options(parser, GlueConfig)
     options = GlueConfig(**vars(parser.parse_args(arguments)))
+    data.check_choices(options)
     tasks = TASKS if options.task == "all" else options.task.split(",")
     for wrong, problem in (
         (set(tasks) - set(TASKS), f"--task {options.task}: choose all, or of {', '.join(TASKS)}"),
-        (options.head not in ("first", "mean"), "--head must be first or mean"),
-        (options.save not in ("none", "best", "last"), "--save must be none, best or last"),
-        (
-            options.precision not in ("auto", *data.DTYPES),
-            "--precision must be auto, fp32, bf16 or fp16",
-        ),
         (min(options.seeds, options.batch_size) < 1, "--seeds and --batch_size must be at least 1"),
         (options.length < 8, "--length must be at least 8"),
         (options.init_from and options.model == "none", "--init_from needs a --model"),
@@ -620,10 +615,10 @@ def load_start(options: GlueConfig) -> tuple[Start, str]:
     """The weights every run begins with, as --model and --init_from say; and the model's size."""
     random = options.model == "none"
     model, tokenizer, settings = load_run(run_folder(options) if random else Path(options.model))
-    encoder, step = model.discriminator.encoder, settings["step"]
-    start = Start(model.config, tokenizer, encoder, "pre-trained", step)
+    encoder = model.discriminator.encoder
+    start = Start(model.config, tokenizer, encoder, "pre-trained", data.digest(encoder))
     if random:
-        start = start._replace(encoder=None, origin="none", step=0)
+        start = start._replace(encoder=None, origin="none", weights="")
     if options.init_from:
         tuned, other, _ = load_model(Path(options.init_from))
         if other.get_vocab() != tokenizer.get_vocab():
