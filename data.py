@@ -485,10 +485,18 @@ def finish_tokenizer(tokenizer: Tokenizer, origin: Path | str) -> Tokenizer:
     return tokenizer
 
 
-def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """The special tokens under the names that ElectraConfig has for them."""
-    names = zip(("pad_id", "cls_id", "sep_id", "mask_id"), ("[PAD]", "[CLS]", "[SEP]", "[MASK]"))
-    return {name: tokenizer.token_to_id(token) for name, token in names}
+def fit_to_tokenizer(config: Any, tokenizer: Tokenizer, exact: bool) -> Any:
+    """`config` with the special tokens of a tokenizer, and exactly, or at least, its vocabulary."""
+    entries = tokenizer.get_vocab_size()
+    if not exact and entries > config.vocab_size:
+        raise InputError(
+            f"the tokenizer has {entries:,} entries, the model {config.vocab_size:,}: "
+            "they do not belong together."
+        )
+    ids = [tokenizer.token_to_id(token) for token in ("[PAD]", "[CLS]", "[SEP]", "[MASK]")]
+    special = dict(zip(("pad_id", "cls_id", "sep_id", "mask_id"), ids, strict=True))
+    size = entries if exact else config.vocab_size
+    return dataclasses.replace(config, vocab_size=size, **special)
 
 
 # ---- Token files -------------------------------------------------------------------------------

@@ -591,7 +591,7 @@ def load_run(folder: Path) -> tuple[Electra, Any, dict[str, Any]]:
     """Model, tokenizer and settings ("size", "length") of a run, or of a Hugging Face folder."""
     config = data.hugging_face_config(HUGGING_FACE, folder, ElectraConfig(), generator_config)
     tokenizer = data.load_tokenizer(data.find_tokenizer(folder))
-    model = Electra(replace(config, **data.special_ids(tokenizer)))
+    model = Electra(data.fit_to_tokenizer(config, tokenizer, exact=False))
     data.load_hugging_face(HUGGING_FACE, folder, model)
     sizes = [size for size in SIZES if SIZES[size][0].hidden_size == config.hidden_size]
     settings = {"size": (sizes or ["small"])[0], "length": config.max_positions}
@@ -607,9 +607,8 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
     with data.first_process_first(rank, world):
         corpus = data.prepare(run.data, run.tokens, run.tokenizer, run.vocab, config.vocab_size)
         tokenizer, train, valid, fingerprint = corpus
-        config = replace(config, **data.special_ids(tokenizer))
-        if not run.init_from:  # a model from elsewhere may have rows that its tokenizer never uses
-            config.vocab_size = tokenizer.get_vocab_size()
+        # A model from elsewhere may have rows that its tokenizer never uses.
+        config = data.fit_to_tokenizer(config, tokenizer, exact=not run.init_from)
         settings = asdict(run) | asdict(config) | {"text": fingerprint}
         held = data.open_run(out, settings, tokenizer.to_str(pretty=True), write=rank == 0)
 
