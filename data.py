@@ -269,8 +269,8 @@ def parse_run(
     """
     parser = argparse.ArgumentParser(description="Pre-train ELECTRA on a text.", allow_abbrev=False)
     parser.add_argument("--detect", metavar="TEXT", help="show what looks replaced; - reads stdin")
-    for config in sizes["small"]:
-        add_options(parser, type(config))
+    for settings in reversed(sizes["small"]):
+        add_options(parser, type(settings))
     given = vars(parser.parse_args(arguments))
     text = given.pop("detect")
     size = given.get("size", "small" if given.get("data") else "tiny")
