@@ -173,7 +173,7 @@ class Embeddings(nn.Module):
 
     def __init__(self, config: ElectraConfig, base: nn.Embedding | None = None) -> None:
         super().__init__()
-        self.base = [base] if base else []  # in a list: a part of the generator, not of this
+        self.base = [base] if base else []  # the generator's, in a list so as not to be ours
         self.word = nn.Embedding(config.vocab_size, config.embedding_size)
         self.position = nn.Embedding(config.max_positions, config.embedding_size)
         self.token_type = nn.Embedding(2, config.embedding_size)
@@ -186,7 +186,7 @@ class Embeddings(nn.Module):
         words = self.word(ids)
         if (
             self.base
-        ):  # gdes (DeBERTaV3, section 3.3): learn the difference to the generator's table
+        ):  # DeBERTaV3: this table is what is added to the generator's, without moving it
             words = words + self.base[0](ids).detach()
         x = words + self.position.weight[: ids.shape[1]] + self.token_type(token_type_ids)
         return dropout(self.norm(x), self.p, self.training)
@@ -247,12 +247,9 @@ class Encoder(nn.Module):
         self.embeddings = embeddings
         E, D = config.embedding_size, config.hidden_size
         self.project = nn.Linear(E, D) if E != D else None
-        layers = (
-            [Block(config)] * config.num_layers
-            if config.share_layers
-            else [Block(config) for _ in range(config.num_layers)]
-        )
-        self.layers = nn.ModuleList(layers)
+        layers = [Block(config) for _ in range(config.num_layers)]
+        # ALBERT: one layer in the place of all. Parameters shrink n-fold, the work stays.
+        self.layers = nn.ModuleList(layers[:1] * len(layers) if config.share_layers else layers)
 
     def forward(
         self, ids: Tensor, attention_mask: MaybeTensor = None, token_type_ids: MaybeTensor = None
