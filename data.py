@@ -30,6 +30,7 @@ import signal
 import statistics
 import sys
 import sysconfig
+import tempfile
 import textwrap
 import timeit
 import urllib.error
@@ -235,6 +236,19 @@ def mean_losses(recent: list[torch.Tensor], step: int, fp16: bool, world: int) -
             "go on with --precision fp32 or a lower --learning_rate."
         )
     return values[:, :2].double().mean(0).tolist()
+
+
+@contextlib.contextmanager
+def profiler(run: Any) -> Iterator[None]:
+    """With --profile N: N steps in a temporary folder, then a table of where their time went."""
+    if run.profile == 0:
+        yield
+        return
+    run.steps, run.eval_sequences = run.profile, 1
+    with tempfile.TemporaryDirectory() as run.out, torch.profiler.profile() as found:
+        yield
+    by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    print(found.key_averages().table(sort_by=by, row_limit=15, max_name_column_width=40))
 
 
 def add_options(parser: argparse.ArgumentParser, config: type) -> None:
@@ -834,7 +848,7 @@ METRICS = [
 # What may change when a run goes on (a text may move, not change). Anything else: another run.
 MAY_CHANGE = {
     "data", "tokens", "out", "steps", "micro_batch", "precision", "device", "log_every",
-    "eval_every", "eval_sequences", "save_minutes", "compile",
+    "eval_every", "eval_sequences", "save_minutes", "compile", "profile",
 }  # fmt: skip
 
 

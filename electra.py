@@ -115,6 +115,7 @@ class RunConfig:
     eval_every: int = option(5000, "steps between two evaluations on held-out text")
     eval_sequences: int = option(512, "sequences of held-out text that an evaluation reads")
     save_minutes: float = option(10.0, "minutes between two checkpoints")
+    profile: int = option(0, "only show where the time of this many steps goes; no run is kept")
 
 
 # A size is its model AND its recipe. small, base and large are the paper's (table 6); tiny is ours,
@@ -735,7 +736,8 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
 def main(arguments: list[str] | None = None) -> None:
     config, run, text = data.parse_run(arguments, SIZES, DEMO, generator_config, HUGGING_FACE)
     if text is None:
-        pretrain(config, run)
+        with data.profiler(run):
+            pretrain(config, run)
     else:
         model, tokenizer, settings = load_run(Path(run.out))
         data.detect(model, tokenizer, settings["length"], text)

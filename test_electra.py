@@ -1220,6 +1220,14 @@ def test_a_discriminator_that_learns_nothing_for_long_is_named_with_a_remedy(
         assert printed.count("Try --generator_size 0.25") == (0 if out == "early" else 3)
 
 
+def test_profile_shows_where_the_time_goes_and_keeps_no_run(finished: Path) -> None:
+    result = run_program(finished, *SMALL_RUN, "--profile", "2", "--out", "profiled")
+    assert result.returncode == 0, result.stderr
+    assert "step 2 of 2" in result.stdout
+    assert re.search(r"aten::addmm +\d", result.stdout)
+    assert not (finished / "profiled").exists()
+
+
 def test_a_run_stopped_and_continued_ends_with_the_weights_of_one_never_stopped(
     finished: Path,
 ) -> None:
@@ -2565,11 +2573,11 @@ def test_other_settings_and_random_weights_are_runs_of_their_own(sweep: Path) ->
     before = len(glue_results(sweep))
     result = run_glue(sweep, *SWEEP[2:], "--task", "RTE", "--model", "none")
     assert "RTE seed 0" in result.stdout
-    result = run_glue(sweep, *SWEEP[2:], "--task", "RTE", "--head", "mean")
+    result = run_glue(sweep, *SWEEP[2:], "--task", "RTE", "--head", "first")
     assert "RTE seed 0" in result.stdout
     rows = glue_results(sweep)[before:]
     assert [(row["origin"], row["head"]) for row in rows] == [
-        *[("none", "first"), ("pre-trained", "mean")]
+        *[("none", "mean"), ("pre-trained", "first")]
     ]
 
 
@@ -2722,7 +2730,7 @@ def test_pairs_of_mrpc_and_sts_b_are_trained_in_both_orders(
     [
         (["--model", "nowhere"], "nowhere: no trained model"),
         (["--task", "SST2"], "--task SST2: choose all, or of CoLA, SST-2"),
-        (["--head", "last"], "--head last: choose one of first, mean"),
+        (["--head", "last"], "--head last: choose one of auto, first, mean"),
         (["--task", "CoLA"], "no task can be run"),
         (["--model", "out", "--classify", "x"], "out: no model.pt"),
         (["--model", "none", "--init_from", "out/glue/RTE"], "--init_from needs a --model"),
