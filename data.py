@@ -1104,8 +1104,11 @@ def hugging_face_config(
     return config
 
 
-def load_hugging_face(table: dict[str, str], folder: Path, model: torch.nn.Module) -> None:
-    """Copy the weights of a folder into a model; parts without weights there are named, and new."""
+def load_hugging_face(table: dict[str, str], folder: Path, model: torch.nn.Module) -> list[str]:
+    """Copy the weights of a folder into a model; a head without weights there is named.
+
+    Returns the halves that the folder does not have.
+    """
     halves = read_hugging_face(table, folder)
     for half, (_, theirs) in halves.items():
         ours = getattr(model, half).state_dict()
@@ -1126,8 +1129,7 @@ def load_hugging_face(table: dict[str, str], folder: Path, model: torch.nn.Modul
                     shapes = f"{list(value.shape)}, not {list(ours[name].shape)}"
                     raise InputError(f"{folder}: {each[0]} is {shapes} as config.json says.")
                 ours[name].copy_(value)
-    for half in sorted(set(KINDS) - set(halves)):
-        print(f"{folder}: no {half}. Beyond the embeddings, ours starts from random weights.")
+    return [half for half in KINDS if half not in halves]
 
 
 def find_tokenizer(folder: Path) -> Path:

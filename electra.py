@@ -590,7 +590,8 @@ def load_run(folder: Path) -> tuple[Electra, Any, dict[str, Any]]:
     config = data.hugging_face_config(HUGGING_FACE, folder, ElectraConfig(), generator_config)
     tokenizer = data.load_tokenizer(data.find_tokenizer(folder))
     model = Electra(data.fit_to_tokenizer(config, tokenizer, exact=False))
-    data.load_hugging_face(HUGGING_FACE, folder, model)
+    if "discriminator" in data.load_hugging_face(HUGGING_FACE, folder, model):
+        raise data.InputError(f"{folder} is a generator: name the folder of its discriminator.")
     sizes = [size for size in SIZES if SIZES[size][0].hidden_size == config.hidden_size]
     settings = {"size": (sizes or ["small"])[0], "length": config.max_positions}
     return model.eval(), tokenizer, settings | data.run_settings(folder)
@@ -616,7 +617,8 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
     torch.manual_seed(run.seed)
     model = Electra(config)
     if run.init_from:
-        data.load_hugging_face(HUGGING_FACE, Path(run.init_from), model)
+        for half in data.load_hugging_face(HUGGING_FACE, Path(run.init_from), model):
+            print(f"{run.init_from}: no {half}. Beyond the embeddings, ours starts fresh.")
     elif run.unigram_bias:
         counts = np.bincount(train[:10_000_000], minlength=config.vocab_size) + 1.0
         model.generator.bias.data = torch.tensor(np.log(counts / counts.sum()), dtype=torch.float32)
@@ -702,9 +704,8 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
             speed = len(recent) * run.batch_size * run.length / (seconds - logged)
             recent, logged = [], seconds
             numbers = (step, step * run.batch_size * run.length, seconds, rate, *means)
-            row = dict(zip(data.METRICS, numbers, strict=False)) | {
-                "flops": numbers[1] * sum(flops)
-            }
+            row = dict(zip(data.METRICS, numbers, strict=False))
+            row["flops"] = numbers[1] * sum(flops)
             status = f"generator {means[0]:.3f}, discriminator {means[1]:.4f}, {speed:,.0f} tok/s"
             data.show_status(bar, step, seconds / step, status)
             if evaluation:

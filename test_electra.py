@@ -1830,8 +1830,11 @@ def test_what_has_no_weights_in_the_folder_starts_fresh_and_is_listed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     released(tmp_path / "one", ElectraForPreTraining)
-    electra.load_run(tmp_path / "one")
-    assert "no generator" in capsys.readouterr().out
+    config = data.hugging_face_config(
+        electra.HUGGING_FACE, tmp_path / "one", ElectraConfig(), electra.generator_config
+    )
+    net = Electra(config)
+    assert data.load_hugging_face(electra.HUGGING_FACE, tmp_path / "one", net) == ["generator"]
     released(tmp_path / "bare", ElectraModel)
     electra.load_run(tmp_path / "bare")
     printed = capsys.readouterr().out
@@ -1846,8 +1849,10 @@ def test_what_has_no_weights_in_the_folder_starts_fresh_and_is_listed(
         electra.HUGGING_FACE, tmp_path / "gen", ElectraConfig(), electra.generator_config
     )
     assert (config.hidden_size, config.vocab_size, config.num_layers) == (256, 120, 2)
-    data.load_hugging_face(electra.HUGGING_FACE, tmp_path / "gen", Electra(config))
-    assert "no discriminator" in capsys.readouterr().out
+    missing = data.load_hugging_face(electra.HUGGING_FACE, tmp_path / "gen", Electra(config))
+    assert missing == ["discriminator"]
+    with pytest.raises(data.InputError, match="is a generator: name the folder of its discrim"):
+        electra.load_run(tmp_path / "gen")
 
 
 def other_layers(folder: Path) -> None:
@@ -1962,6 +1967,9 @@ def test_pre_training_starts_from_a_hugging_face_folder_and_its_tokenizer(tmp_pa
     # A run's own folder will do, once it has ended.
     again = run_program(tmp_path, *arguments[:3], "out", *arguments[4:], "--out", "three")
     assert again.returncode == 0, again.stderr
+    # And so will one half.
+    half = run_program(tmp_path, *arguments, "--init_from", "hf/discriminator", "--out", "four")
+    assert "hf/discriminator: no generator" in half.stdout
 
 
 @pytest.mark.parametrize("cased", [False, True])
