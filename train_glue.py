@@ -53,8 +53,8 @@ from electra import (
 
 TASKS = [task for task in GLUE if task != "diagnostic"]
 EPOCHS = {"STS-B": 10, "RTE": 10}  # the other tasks: 3
-# Peak learning rate, layer-wise decay (tables 6 and 7 of the paper) and head. tiny is ours: after so
-# short a pre-training [CLS] has learned to gather less than the mean of all tokens holds.
+# Peak learning rate, layer-wise decay (tables 6 and 7 of the paper) and head. tiny is ours: after
+# so short a pre-training [CLS] has gathered less than the mean of all tokens holds.
 RECIPES = {"tiny": (3e-4, 0.8, "mean"), "small": (3e-4, 0.8, "first")}
 RECIPES |= {"base": (1e-4, 0.8, "first"), "large": (5e-5, 0.9, "first")}
 POOL = 50  # batches that are sorted by length together
