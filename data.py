@@ -1,12 +1,13 @@
-"""Everything around the method: files of text, folders of runs, processes, GLUE.
+"""Everything around the method: processes, the command line, files of text, runs, formats, GLUE.
 
     text --prepare()--> tokenizer.json, train.bin, valid.bin, meta.json --get_batch()--> ids (B, L)
 
 The token files are one long stream of ids, little-endian uint16 (uint32 above 65,535 entries), in
 which every document ends with [SEP]. They are memory-mapped: a corpus may be larger than memory.
 
-Sections: programs and processes; reading text; tokenizer; token files; batches; the folder of a
-run; the built-in corpus; GLUE.
+Sections: programs and processes; devices and numbers; the command line; reading text; tokenizer;
+token files; batches; measures; the folder of a run; what a run shows; Hugging Face folders; the
+built-in corpus; GLUE.
 """
 
 import argparse
@@ -81,6 +82,25 @@ def keep_memory() -> None:
     if mallopt:
         mallopt(-4, 0)  # M_MMAP_MAX: no block of its own for a large tensor
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: what is free stays
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that a reader sees the old or the new content, never a part."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+    os.replace(temporary, path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file.") from None
+    except ValueError as error:
+        raise InputError(f"{path}: not JSON ({error}).") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: not a JSON object.")
+    return content
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
@@ -197,6 +217,7 @@ def any_process(caught: list[int], device: torch.device) -> bool:
     return bool(flag > 0)
 
 
+# ---- Devices and numbers -------------------------------------------------------------------------
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -238,6 +259,7 @@ def mean_losses(recent: list[torch.Tensor], step: int, fp16: bool, world: int) -
     return values[:, :2].double().mean(0).tolist()
 
 
+# ---- The command line ----------------------------------------------------------------------------
 @contextlib.contextmanager
 def profiler(run: Any) -> Iterator[None]:
     """With --profile N: N steps in a temporary folder, then a table of where their time went."""
@@ -327,25 +349,6 @@ def check_settings(config: Any, narrow: Any, run: Any) -> None:
     ):
         if wrong:
             raise InputError(f"{problem}.")
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that a reader sees the old or the new content, never a part."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    os.replace(temporary, path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file.") from None
-    except ValueError as error:
-        raise InputError(f"{path}: not JSON ({error}).") from None
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: not a JSON object.")
-    return content
 
 
 # ---- Reading text ------------------------------------------------------------------------------
@@ -781,7 +784,7 @@ def find_sentence(tokens: np.ndarray, tokenizer: Tokenizer, length: int) -> list
     return ids[: min(24, length - 2)]
 
 
-# ---- Measures ---------------------------------------------------------------------------------
+# ---- Measures ------------------------------------------------------------------------------------
 def mean_ranks(x: np.ndarray) -> np.ndarray:
     """Ranks from 1; equal numbers share the mean of theirs."""
     _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
@@ -890,6 +893,7 @@ def open_metrics(path: Path, step: int) -> csv.DictWriter:
     return csv.DictWriter(file, METRICS, lineterminator="\n")
 
 
+# ---- What a run shows ----------------------------------------------------------------------------
 def show_run(settings: dict[str, Any], model: torch.nn.Module) -> None:
     """Print the settings and how large the networks are."""
     print(textwrap.fill(", ".join(f"{k} {v}" for k, v in settings.items() if v != ""), 100))
