@@ -1544,6 +1544,13 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_checkpoint(finis
             "unrecognized arguments: --bogus",
         ),
         (b"some words\n", ["--data", "text.txt", "--size", "huge"], "choose one of tiny, small"),
+        (b"some words\n", ["--data", "text.txt", "--objective", "gan"], "one of electra, mlm, "),
+        (b"some words\n", ["--data", "text.txt", "--precision", "int8"], "one of auto, fp32, "),
+        (
+            b"some words\n",
+            ["--data", "text.txt", "--embedding_sharing", "all"],
+            "--embedding_sharing all needs --generator_size 1",
+        ),
         (b"some words\n", ["--data", "text.txt", "--length", "4096"], "--length must be"),
         (
             b"some words\n",
