@@ -122,11 +122,11 @@ class RunConfig:
 # made for two CPU cores: in single trials of a few million tokens, separate encoders learned to
 # detect next to nothing, and at a loss weight of 50 the generator kept to counting words.
 TINY_MODEL = ElectraConfig(
-    vocab_size=4096, hidden_size=192, num_layers=3, num_heads=3, intermediate_size=768,
+    vocab_size=8192, hidden_size=192, num_layers=3, num_heads=3, intermediate_size=768,
     generator_size=1.0, embedding_sharing="all", max_positions=128, dropout=0.0, init_std=0.06,
     embedding_std=0.05, sinusoids=True, mask_prob=0.25, discriminator_weight=10.0)  # fmt: skip
 TINY_RECIPE = RunConfig(
-    size="tiny", length=64, batch_size=32, steps=18_000, warmup_steps=500, learning_rate=1e-3,
+    size="tiny", batch_size=16, steps=17_000, warmup_steps=500, learning_rate=1e-3,
     unigram_bias=True, eval_every=1000)  # fmt: skip
 BASE_MODEL = ElectraConfig(
     embedding_size=768, hidden_size=768, num_heads=12, intermediate_size=3072,
@@ -140,7 +140,7 @@ SIZES = {"tiny": (TINY_MODEL, TINY_RECIPE), "small": (ElectraConfig(), RunConfig
 SIZES |= {"base": (BASE_MODEL, BASE_RECIPE), "large": (LARGE_MODEL, LARGE_RECIPE)}
 # The built-in corpus is small and plain: fewer words, layers and minutes show it learning.
 DEMO: dict[str, Any] = {"vocab_size": 2048, "num_layers": 2, "learning_rate": 2e-3}
-DEMO |= {"warmup_steps": 200, "steps": 2000, "eval_every": 500}
+DEMO |= {"length": 64, "batch_size": 32, "warmup_steps": 200, "steps": 2000, "eval_every": 500}
 
 
 def generator_config(config: ElectraConfig) -> ElectraConfig:

@@ -1115,6 +1115,7 @@ def run_program(folder: Path, *arguments: str, stdin: str = "") -> subprocess.Co
 
 SMALL_RUN = [
     *("--data", "text.txt", "--size", "tiny", "--vocab_size", "200", "--num_layers", "1"),
+    *("--length", "64"),
     *("--batch_size", "4", "--micro_batch", "2", "--log_every", "2", "--eval_every", "4"),
     *("--eval_sequences", "4", "--precision", "fp32", "--steps", "8"),
 ]
