@@ -1096,13 +1096,16 @@ def hugging_face_config(
 ) -> Any:
     """`config` with the shape of the networks in a folder; narrow(config) is a generator's."""
     shapes = {half: shape for half, (shape, _) in read_hugging_face(table, folder).items()}
+    for half, shape in shapes.items():
+        if absent := [table[k] for k in table if hasattr(config, k) and k not in shape]:
+            raise InputError(f"{folder}: config.json of the {half} has no {absent[0]}.")
     generator = shapes.get("generator", {})
     own = ("hidden_size", "num_heads", "intermediate_size")
     common = {name: value for name, value in generator.items() if name not in own}
     config = dataclasses.replace(config, **shapes.get("discriminator", common))
     if generator:
         config.generator_size = generator["hidden_size"] / config.hidden_size
-        ours = dataclasses.asdict(narrow(config)) | {"dropout": generator.get("dropout")}
+        ours = dataclasses.asdict(narrow(config)) | {"dropout": generator["dropout"]}
         if wrong := [f"{k} {v} (not {ours[k]})" for k, v in generator.items() if v != ours[k]]:
             raise InputError(f"{folder}: cannot use a generator of {', '.join(wrong)}.")
     return config

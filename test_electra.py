@@ -1881,6 +1881,12 @@ def other_activation(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(settings | {"hidden_act": "relu"}))
 
 
+def no_width(folder: Path) -> None:
+    settings = json.loads((folder / "config.json").read_text())
+    del settings["hidden_size"]
+    (folder / "config.json").write_text(json.dumps(settings))
+
+
 def another_generator(folder: Path) -> None:
     released(folder / "generator", ElectraForMaskedLM, hidden_size=64)
     shutil.copytree(folder, folder / "discriminator", ignore=shutil.ignore_patterns("generator"))
@@ -1893,6 +1899,7 @@ def another_generator(folder: Path) -> None:
         (other_shape, r"word_embeddings.weight is \[120, 16\], not \[99, 16\]"),
         (other_activation, "hidden_act is relu, not gelu"),
         (lambda f: (f / "vocab.txt").write_text(MANY), "has 205 entries, the model 120"),
+        (no_width, "config.json of the discriminator has no hidden_size"),
         (another_generator, "cannot use a generator of num_heads 2"),
         (
             lambda f: BertModel(BertConfig(vocab_size=9)).config.save_pretrained(f),
