@@ -65,7 +65,7 @@ DOUBLED = ("MRPC", "STS-B")  # trained on both orders of a pair, as in the offic
 class GlueConfig:
     """The command line."""
 
-    model: str = option("out", "run folder to start from, or none: random weights")
+    model: str = option("out", "run or Hugging Face folder to start from, or none: random weights")
     out: str = option("", "run folder of architecture, tokenizer and results (default: --model)")
     glue: str = option("glue", "folder with <TASK>/*.tsv; see python data.py glue")
     task: str = option("all", "all, or tasks with commas between them, such as CoLA,RTE")
