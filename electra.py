@@ -174,7 +174,7 @@ class Embeddings(nn.Module):
 
     def __init__(self, config: ElectraConfig, base: nn.Embedding | None = None) -> None:
         super().__init__()
-        self.base = [base] if base else []  # the generator's, in a list so as not to be ours
+        self.base = [base] if base else []  # in a list: no part of this module
         self.word = nn.Embedding(config.vocab_size, config.embedding_size)
         self.position = nn.Embedding(config.max_positions, config.embedding_size)
         self.token_type = nn.Embedding(2, config.embedding_size)
@@ -185,9 +185,7 @@ class Embeddings(nn.Module):
         if token_type_ids is None:
             token_type_ids = torch.zeros_like(ids)
         words = self.word(ids)
-        if (
-            self.base
-        ):  # DeBERTaV3: this table is what is added to the generator's, without moving it
+        if self.base:  # "gdes" (DeBERTaV3): ours is what is added to the generator's table
             words = words + self.base[0](ids).detach()
         x = words + self.position.weight[: ids.shape[1]] + self.token_type(token_type_ids)
         return dropout(self.norm(x), self.p, self.training)
@@ -375,6 +373,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Nats of each label: (...) and (...) -> (...), in float32."""
     return F.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="none")
 
 
@@ -397,12 +396,13 @@ class Electra(nn.Module):
         # Section 3.2, weight sharing: one object in both networks. The generator learns about all
         # tokens of its softmax at once, the discriminator only about those it sees.
         embeddings = own = Embeddings(config)
-        if config.embedding_sharing in ("separate", "gdes"):
-            base = embeddings.word if config.embedding_sharing == "gdes" else None
-            own = Embeddings(config, base)
+        if config.embedding_sharing == "separate":
+            own = Embeddings(config)
+        elif config.embedding_sharing == "gdes":
+            own = Embeddings(config, embeddings.word)
         self.generator = Generator(config, embeddings)
         self.discriminator = Discriminator(config, own)
-        if config.embedding_sharing == "all":  # "all weights" there: generator_size has to be 1
+        if config.embedding_sharing == "all":  # table 1, "all weights": generator_size is 1
             self.generator.encoder = self.discriminator.encoder
         if config.objective in ("replace_mlm", "all_tokens_mlm"):  # the main network names tokens
             self.corrector = Generator(replace(config, generator_size=1.0), own)
@@ -526,7 +526,7 @@ def learning_rate(step: int, run: RunConfig) -> float:
 # ---- 6. Evaluation on held-out text. -----------------------------------------------------------
 @torch.no_grad()
 def evaluate(
-    model: Electra, batches: list[tuple[Tensor, ...]], autocast: torch.autocast
+    model: Electra, batches: list[list[Tensor]], autocast: torch.autocast
 ) -> dict[str, float]:
     """Losses and accuracies without dropout, with the same masks and samples every time.
 
@@ -723,8 +723,8 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
             state |= {name: part.state_dict() for name, part in parts.items()}
             data.save_checkpoint(out / "checkpoint.pt", state)
             for half, of in (("generator", generator_config(config)), ("discriminator", config)):
-                half_model = getattr(model, half)
-                data.write_hugging_face(HUGGING_FACE, out / half, half, half_model, of, tokenizer)
+                trained = getattr(model, half)
+                data.write_hugging_face(HUGGING_FACE, out / half, half, trained, of, tokenizer)
             saved = time.perf_counter()
         clock = time.perf_counter()
     bar.close()
