@@ -64,7 +64,7 @@ except ImportError:  # Windows
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PIECE = 1 << 16  # bytes of text in one string, however long the lines
 BATCH = 1 << 20  # bytes of text that are encoded together
-SAMPLE_SLICES = 100  # the tokenizer is trained on at most this many batches, spread over the text
+SAMPLE_SLICES = 40  # batches, spread over the text, that train the tokenizer: that takes 126 MB
 HELD_OUT = 100  # every 100th document is kept for evaluation
 
 

@@ -65,9 +65,8 @@ class ElectraConfig:
     num_heads: int = option(4, "H, attention heads of the discriminator")
     intermediate_size: int = option(1024, "width of the discriminator's feed-forward layers")
     generator_size: float = option(1 / 4, "width of the generator as a fraction of hidden_size")
-    objective: str = option(
-        "electra", "what is learned: one of", "electra", "mlm", "electra_15", "replace_mlm",
-        "all_tokens_mlm", "two_stage", "adversarial")  # fmt: skip
+    objective: str = option("electra", "what is learned: one of", "electra", "mlm", "electra_15",
+        "replace_mlm", "all_tokens_mlm", "two_stage", "adversarial")  # fmt: skip
     embedding_sharing: str = option(
         "shared", "between the networks: one of", "shared", "separate", "all", "gdes")  # fmt: skip
     share_layers: bool = option(False, "one set of weights for all layers, as in ALBERT")
@@ -93,9 +92,7 @@ class RunConfig:
     data: str = option("", "UTF-8 text; a blank line ends a document (default: a built-in corpus)")
     out: str = option("out", "folder of the run; the same command again continues it")
     tokens: str = option("", "folder for the token files (default: <data>.tokens)")
-    size: str = option(
-        "small", "tiny, small, base, large: defaults for all else (without --data: tiny)"
-    )
+    size: str = option("small", "tiny, small, base or large: sets all else (no --data: tiny)")
     tokenizer: str = option("wordpiece", "wordpiece or bpe, trained on the text; or a file to use")
     vocab: str = option("", "a WordPiece vocabulary to use instead, such as BERT's vocab.txt")
     init_from: str = option("", "start from the networks in this Hugging Face folder")
@@ -154,6 +151,7 @@ def generator_config(config: ElectraConfig) -> ElectraConfig:
 # ---- 3. The transformer encoder: BERT's, with LayerNorm after each residual sum. ---------------
 MaybeTensor = Tensor | None  # an argument that may be left out
 FUSED_ATTENTION = ("cuda",)  # devices with a faster kernel for it; a CPU's backward is slower
+SLOW_DRAWS = ("cpu",)  # devices where random numbers are drawn one by one, so that few are better
 
 
 def dropout(x: Tensor, p: float, training: bool) -> Tensor:
@@ -161,7 +159,7 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
 
     A Bernoulli draw per element took 21 % of a step of small there, this takes 5 %.
     """
-    if x.device.type != "cpu" or not training or p == 0:
+    if x.device.type not in SLOW_DRAWS or not training or p == 0:
         return F.dropout(x, p, training)
     dropped = round(256 * p)
     eights = torch.empty((x.numel() + 7) // 8, dtype=torch.int64).random_(-(2**63), None)
@@ -299,6 +297,10 @@ def gumbel_sample(logits: Tensor, temperature: float = 1.0) -> Tensor:
     Adding Gumbel noise and taking the largest is sampling from the softmax (Gumbel 1954). The
     noise has to be float32: 16 bits cannot tell 30,522 tokens apart and favour the first ones.
     """
+    if logits.device.type in SLOW_DRAWS:  # one draw, not V: the token where the sum of p reaches it
+        sums = (logits.float() / temperature).softmax(dim=-1).cumsum(dim=-1)
+        draw = (1 - torch.rand_like(sums[..., :1])) * sums[..., -1:]  # never 0: nor p = 0 sampled
+        return torch.searchsorted(sums, draw).squeeze(-1).clamp(max=sums.size(-1) - 1)  # NaN: last
     noise = torch.rand_like(logits, dtype=torch.float32).log_().neg_().log_().neg_()
     return noise.add_(logits, alpha=1 / temperature).argmax(dim=-1)
 

@@ -290,8 +290,16 @@ def test_a_row_with_nothing_to_mask_keeps_losses_and_gradients_finite() -> None:
     assert all(p.grad.isfinite().all() for p in net.parameters() if p.grad is not None)
 
 
+# Sampling has two ways: noise for every token, and on a CPU one draw for all of them.
+both_ways_to_sample = pytest.mark.parametrize("slow_draws", [(), ("cpu",)])
+
+
+@both_ways_to_sample
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
-def test_gumbel_sampling_follows_the_softmax(temperature: float) -> None:
+def test_gumbel_sampling_follows_the_softmax(
+    temperature: float, slow_draws: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(electra, "SLOW_DRAWS", slow_draws)
     torch.manual_seed(0)
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 1.5])
     n = 200_000
@@ -300,7 +308,20 @@ def test_gumbel_sampling_follows_the_softmax(temperature: float) -> None:
     assert chisquare(counts.numpy(), expected.double().numpy(), sum_check=False).pvalue > 1e-4
 
 
-def test_gumbel_sampling_stays_uniform_over_a_large_vocabulary_under_bf16() -> None:
+@pytest.mark.parametrize("draw", [0.0, 0.5, 1 - 2**-24])  # both ends of torch.rand, and between
+def test_a_token_of_probability_zero_is_never_sampled(
+    draw: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "rand_like", lambda x: torch.full_like(x, draw))
+    never = -math.inf
+    assert gumbel_sample(torch.tensor([never, 0.0, never, 0.0, never])) in (1, 3)
+
+
+@both_ways_to_sample
+def test_gumbel_sampling_stays_uniform_over_a_large_vocabulary_under_bf16(
+    slow_draws: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(electra, "SLOW_DRAWS", slow_draws)
     torch.manual_seed(0)
     with torch.autocast("cpu", torch.bfloat16):
         logits = F.linear(torch.zeros(2000, 8), torch.ones(30_522, 8))
