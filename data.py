@@ -76,7 +76,7 @@ class InputError(Exception):
 def keep_memory() -> None:
     """Ask the C library to keep the memory it frees instead of returning it to the system.
 
-    Otherwise every step fetches its large tensors anew, page by page: on a CPU a quarter of the time.
+    Otherwise every step fetches its large tensors anew, page by page: a quarter of a CPU's time.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt:

@@ -151,7 +151,7 @@ def generator_config(config: ElectraConfig) -> ElectraConfig:
 # ---- 3. The transformer encoder: BERT's, with LayerNorm after each residual sum. ---------------
 MaybeTensor = Tensor | None  # an argument that may be left out
 FUSED_ATTENTION = ("cuda",)  # devices with a faster kernel for it; a CPU's backward is slower
-SLOW_DRAWS = ("cpu",)  # devices where random numbers are drawn one by one, so that few are better
+SLOW_DRAWS = ("cpu",)  # devices that draw random numbers one by one: the fewer, the better
 
 
 def dropout(x: Tensor, p: float, training: bool) -> Tensor:
@@ -299,7 +299,7 @@ def gumbel_sample(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """
     if logits.device.type in SLOW_DRAWS:  # where the sum of p passes ONE draw: 9 % off a tiny step
         sums = (logits.float() / temperature).softmax(dim=-1).cumsum(dim=-1)
-        draw = (1 - torch.rand_like(sums[..., :1])) * sums[..., -1:]  # never 0: nor p = 0 sampled
+        draw = (1 - torch.rand_like(sums[..., :1])) * sums[..., -1:]  # > 0: no token of p = 0
         return torch.searchsorted(sums, draw).squeeze(-1).clamp(max=sums.size(-1) - 1)  # NaN: last
     noise = torch.rand_like(logits, dtype=torch.float32).log_().neg_().log_().neg_()
     return noise.add_(logits, alpha=1 / temperature).argmax(dim=-1)
