@@ -7,7 +7,7 @@ which every document ends with [SEP]. They are memory-mapped: a corpus may be la
 
 Sections: programs and processes; devices and numbers; the command line; reading text; tokenizer;
 token files; batches; measures; the folder of a run; what a run shows; Hugging Face folders; the
-built-in corpus; GLUE.
+built-in corpus; downloads; OpenWebText; GLUE; what `python data.py` does.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import importlib.util
 import io
 import itertools
 import json
+import lzma
 import math
 import os
 import re
@@ -31,6 +32,7 @@ import signal
 import statistics
 import sys
 import sysconfig
+import tarfile
 import tempfile
 import textwrap
 import timeit
@@ -1198,6 +1200,102 @@ def prose(text: str) -> Iterator[str]:
             yield line
 
 
+# ---- Downloads -----------------------------------------------------------------------------------
+def download(url: str, path: Path) -> None:
+    """Fetch a file, going on where an earlier try was cut; it is whole or not there."""
+    part = path.with_name(path.name + ".part")
+    for _ in range(5):
+        have = part.stat().st_size if part.exists() else 0
+        request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                have = have if response.status == 206 else 0  # else it is sent from the start
+                total = have + int(response.headers.get("Content-Length", 0))
+                with (
+                    part.open("ab" if have else "wb") as file,
+                    tqdm(desc=path.name, total=total or None, initial=have, unit="B",
+                         unit_scale=True, disable=None) as progress,
+                ):  # fmt: skip
+                    while block := response.read(1 << 16):
+                        progress.update(file.write(block))
+            if part.stat().st_size >= total:
+                os.replace(part, path)
+                return
+        except urllib.error.HTTPError as error:
+            if error.code != 416:  # "nothing behind these bytes": not ours, or of an older file
+                raise InputError(f"{url}: {error.code} {error.reason}.") from None
+            part.unlink()
+        except (OSError, http.client.HTTPException):
+            continue  # cut, or no network: try again
+    have = part.stat().st_size if part.exists() else 0
+    raise InputError(f"{url}: no connection, or cut after {have:,} bytes. Try again: it goes on.")
+
+
+# ---- OpenWebText -------------------------------------------------------------------------------
+OWT = "https://zenodo.org/record/3834942/files/openwebtext.tar.xz"
+OWT_SHA256 = "9fe39d154c5bc67da8c359415372b79510eb1e2edb0d035fe4f7fc3a732b9336"
+OWT_DOCUMENTS = 8_013_769
+OWT_ROOM = 52e9  # bytes: 12 GB of archive and 38 of text
+
+
+def fetch_owt(path: Path) -> None:
+    """OpenWebText, what the paper's small model can be repeated on, as one text file.
+
+    The archive lies beside it: a download that was cut goes on, one put there by hand will do.
+    """
+    if path.exists():
+        print(f"{path}: is there already. Move it away to make it anew.")
+        return
+    archive, temporary = path.with_name(OWT.rpartition("/")[2]), path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    missing = OWT_ROOM - sum(file.stat().st_size for file in path.parent.glob(f"{archive.name}*"))
+    if missing > (free := shutil.disk_usage(path.parent).free):
+        raise InputError(f"{path}: {free / 1e9:.0f} GB are free here, {missing / 1e9:.0f} needed.")
+    if not archive.exists():
+        print(f"fetching {OWT}", flush=True)
+        download(OWT, archive)
+    print(f"checking {archive}", flush=True)
+    found = hashlib.sha256()
+    with archive.open("rb") as file:
+        while block := file.read(1 << 20):
+            found.update(block)
+    if found.hexdigest() != OWT_SHA256:
+        raise InputError(f"{archive}: not the published file. Delete it and try again.")
+    print(f"unpacking {archive}", flush=True)
+    with (
+        temporary.open("wb") as text,
+        tqdm(total=OWT_DOCUMENTS, unit=" documents", disable=None) as progress,
+    ):
+        for document in owt_documents(archive):
+            text.write(document + b"\n\n")
+            progress.update()
+    os.replace(temporary, path)
+    print(f"{path}: whole. {archive} is not needed any more.")
+
+
+def owt_documents(archive: Path) -> Iterator[bytes]:
+    """The texts in a tar of .xz files, each a tar of one file per document; nothing is unpacked.
+
+    A blank line would end a document, so they go. So do the zero bytes that a few documents have,
+    and what is not UTF-8 becomes U+FFFD: for them no training should stop.
+    """
+    try:
+        with tarfile.open(archive, "r|xz") as outer:
+            for part in outer:
+                if not part.name.endswith(".xz"):
+                    continue
+                with tarfile.open(fileobj=outer.extractfile(part), mode="r|xz") as inner:
+                    for member in inner:
+                        content = inner.extractfile(member) if member.isfile() else None
+                        if content:
+                            text = content.read().decode("utf-8", "replace").replace("\0", "")
+                            lines = [line for line in text.split("\n") if line.strip()]
+                            if lines:
+                                yield "\n".join(lines).encode()
+    except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+        raise InputError(f"{archive}: cannot be unpacked ({error}). Try again.") from None
+
+
 # ---- GLUE: archives and TSV files --------------------------------------------------------------
 class GlueTask(NamedTuple):
     """Where a task of GLUE is fetched, and where its texts and labels stand (columns from 0)."""
@@ -1305,36 +1403,6 @@ def parse_label(cell: str, labels: tuple[str, ...]) -> float:
     return float(cell)
 
 
-def download(url: str, path: Path) -> None:
-    """Fetch a file, going on where an earlier try was cut; it is whole or not there."""
-    part = path.with_name(path.name + ".part")
-    for _ in range(5):
-        have = part.stat().st_size if part.exists() else 0
-        request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
-        try:
-            with urllib.request.urlopen(request, timeout=60) as response:
-                have = have if response.status == 206 else 0  # else it is sent from the start
-                total = have + int(response.headers.get("Content-Length", 0))
-                with (
-                    part.open("ab" if have else "wb") as file,
-                    tqdm(desc=path.name, total=total or None, initial=have, unit="B",
-                         unit_scale=True, disable=None) as progress,
-                ):  # fmt: skip
-                    while block := response.read(1 << 16):
-                        progress.update(file.write(block))
-            if part.stat().st_size >= total:
-                os.replace(part, path)
-                return
-        except urllib.error.HTTPError as error:
-            if error.code != 416:  # "nothing behind these bytes": not ours, or of an older file
-                raise InputError(f"{url}: {error.code} {error.reason}.") from None
-            part.unlink()
-        except (OSError, http.client.HTTPException):
-            continue  # cut, or no network: try again
-    have = part.stat().st_size if part.exists() else 0
-    raise InputError(f"{url}: no connection, or cut after {have:,} bytes. Try again: it goes on.")
-
-
 def put(path: Path, content: bytes) -> None:
     """Write a file of GLUE; another one that is there already is kept as <name>.old."""
     if path.exists() and path.read_bytes() != content:
@@ -1412,15 +1480,10 @@ def fetch_glue(folder: Path, task: str) -> None:
             path.unlink()
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Download GLUE, and check that it is whole.")
-    parser.add_argument("what", choices=["glue"])
-    parser.add_argument("--dir", default="glue", help="folder for <TASK>/*.tsv")
-    parser.add_argument("--tasks", nargs="+", choices=GLUE, default=list(GLUE), metavar="TASK",
-                        help=f"some of {', '.join(GLUE)} (default: all)")  # fmt: skip
-    options = parser.parse_args(arguments)
-    folder, failed = Path(options.dir), False
-    for task in options.tasks:
+def fetch_all_glue(folder: Path, tasks: list[str]) -> None:
+    """Download what is missing of these tasks, and say of every file whether it is whole."""
+    bad = 0
+    for task in tasks:
         try:
             if any(check_glue(folder, task).values()):
                 fetch_glue(folder, task)
@@ -1428,8 +1491,24 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"data.py: {error}", file=sys.stderr)
         for name, problem in check_glue(folder, task).items():
             print(f"{folder / task / name}.tsv: {problem or 'whole'}", flush=True)
-            failed = failed or bool(problem)
-    return 2 if failed else 0
+            bad += bool(problem)
+    if bad:
+        raise InputError(f"{folder}: {bad} files are not whole. The same command tries again.")
+
+
+# ---- python data.py ------------------------------------------------------------------------------
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Download what to train on, and check it.")
+    what = parser.add_subparsers(dest="what", required=True, metavar="owt or glue")
+    what.add_parser("owt", help="OpenWebText, 12 GB of archive, into owt.txt (38 GB)")
+    glue = what.add_parser("glue", help="the nine tasks of GLUE and the diagnostic set")
+    glue.add_argument("--dir", default="glue", help="folder for <TASK>/*.tsv")
+    glue.add_argument("--tasks", nargs="+", choices=GLUE, default=list(GLUE), metavar="TASK",
+                      help=f"some of {', '.join(GLUE)} (default: all)")  # fmt: skip
+    options = parser.parse_args(arguments)
+    if options.what == "owt":
+        return run_program("data.py", lambda: fetch_owt(Path("owt.txt")))
+    return run_program("data.py", lambda: fetch_all_glue(Path(options.dir), options.tasks))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import hashlib
 import http.server
 import io
 import json
@@ -13,6 +14,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tarfile
 import tempfile
 import threading
 import zipfile
@@ -2341,7 +2343,8 @@ def test_a_bad_archive_is_named_and_the_next_task_goes_on(
     assert fetch(tmp_path, "CoLA", "diagnostic") == 2
     printed = capsys.readouterr()
     assert message in printed.err
-    assert len(printed.err.splitlines()) == 1
+    assert "glue: 3 files are not whole" in printed.err.splitlines()[1]
+    assert len(printed.err.splitlines()) == 2
     assert "CoLA/train.tsv: missing" in printed.out
     assert "diagnostic.tsv: whole" in printed.out
     server.files["/CoLA.zip"] = good
@@ -2387,6 +2390,87 @@ def test_the_real_mrpc_files_are_reproduced_byte_for_byte(tmp_path: Path) -> Non
     data.build_mrpc(tmp_path / "train.txt", tmp_path / "test.txt", ids, tmp_path)
     for file, content in real.items():
         assert (tmp_path / "MRPC" / f"{file}.tsv").read_bytes() == content
+
+
+def tar_xz(members: dict[str, bytes]) -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w:xz") as packed:
+        for name, member in members.items():
+            facts = tarfile.TarInfo(name)
+            facts.size = len(member)
+            packed.addfile(facts, io.BytesIO(member))
+    return content.getvalue()
+
+
+@pytest.fixture
+def owt(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An OpenWebText of five files in two parts on the server; tmp_path is where it is fetched."""
+    first = tar_xz({"1.txt": b"One.\n\n \nStill one.\n", "2.txt": b"Two\0\0\0.", "3.txt": b"\n"})
+    second = tar_xz({"../evil.txt": b"Caf\xc3\xa9.\n", "5.txt": b"Caf\xe9."})
+    content = tar_xz({"owt/a.xz": first, "/evil.xz": second, "owt/README": b"no text"})
+    server.files["/openwebtext.tar.xz"] = content
+    site = f"http://127.0.0.1:{server.http.server_port}/"
+    monkeypatch.setattr(data, "OWT", site + "openwebtext.tar.xz")
+    monkeypatch.setattr(data, "OWT_SHA256", hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(data, "OWT_ROOM", 1e6)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+def test_openwebtext_is_one_text_in_which_blank_lines_end_its_documents(owt: Path) -> None:
+    assert data.main(["owt"]) == 0
+    text = (owt / "owt.txt").read_text("utf-8")
+    assert text == "One.\nStill one.\n\nTwo.\n\nCafé.\n\nCaf\ufffd.\n\n"
+    assert data.prepare("owt.txt", "", "bpe", "", 300).fingerprint  # a text that can be trained on
+    assert json.loads((owt / "owt.txt.tokens" / "meta.json").read_text())["documents"] == 4
+
+
+def test_openwebtext_unpacks_into_its_text_and_nowhere_else(owt: Path) -> None:
+    data.main(["owt"])
+    files = {str(p.relative_to(owt.parent)) for p in owt.parent.rglob("*") if p.is_file()}
+    assert files == {"here/owt.txt", "here/openwebtext.tar.xz"}
+
+
+def test_openwebtext_that_is_there_is_left_alone(
+    owt: Path, server: Server, capsys: pytest.CaptureFixture
+) -> None:
+    (owt / "owt.txt").write_text("mine")
+    assert data.main(["owt"]) == 0
+    assert "is there already" in capsys.readouterr().out
+    assert (owt / "owt.txt").read_text() == "mine"
+    assert server.requests == []
+
+
+def test_an_openwebtext_archive_put_there_by_hand_is_not_fetched(owt: Path, server: Server) -> None:
+    (owt / "openwebtext.tar.xz").write_bytes(server.files["/openwebtext.tar.xz"])
+    assert data.main(["owt"]) == 0
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [("other file", "not the published file"), ("no tar", "cannot be unpacked"),
+     ("full disk", "GB are free here")],
+)  # fmt: skip
+def test_openwebtext_ends_with_one_line_and_no_text(
+    problem: str, message: str, owt: Path, server: Server, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:  # fmt: skip
+    content = server.files["/openwebtext.tar.xz"]
+    if problem == "other file":
+        server.files["/openwebtext.tar.xz"] = content + b"x"
+    if problem == "no tar":
+        server.files["/openwebtext.tar.xz"] = content[: len(content) // 2]
+        found = hashlib.sha256(content[: len(content) // 2]).hexdigest()
+        monkeypatch.setattr(data, "OWT_SHA256", found)
+    if problem == "full disk":
+        monkeypatch.setattr(data, "OWT_ROOM", 1e18)
+    assert data.main(["owt"]) == 2
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == 1
+    assert message in printed[0]
+    assert not (owt / "owt.txt").exists()
 
 
 # ---------------------------------------------------------------------------- train_glue.py
