@@ -805,11 +805,18 @@ def detects_nothing(result: dict[str, float]) -> bool:
     return result["valid_recall"] == 0 or result["valid_auc"] < 0.55
 
 
-COLLAPSED = (
-    "The discriminator tells nothing apart, four evaluations in a row: as a rule the generator is "
-    "too large for it, or the learning rate too high. Try --generator_size 0.25, or half the "
-    "--learning_rate.\n"
-)
+def collapse_advice(config: Any) -> str:
+    """A line for a discriminator that has told nothing apart in four evaluations in a row."""
+    if config.generator_size > 1 / 4 and config.embedding_sharing != "all":
+        cause, remedy = "the generator is too large for it", "--generator_size 0.25"
+    else:  # measured: README, "How large a generator?"
+        cause, remedy = "it has read too little yet", "more --steps"
+        if config.embedding_sharing != "all":
+            remedy += ", or one encoder for both: --generator_size 1 --embedding_sharing all"
+    return (
+        f"The discriminator tells nothing apart, four evaluations in a row: as a rule {cause}, or "
+        f"the learning rate is too high. Try {remedy}; or half the --learning_rate.\n"
+    )
 
 
 def flops_per_token(config: Any, narrow: Any, length: int) -> tuple[float, float]:

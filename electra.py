@@ -717,8 +717,8 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
                 bar.write(f"\nheld-out text after step {step:,}: {shown}\n")
                 bar.write(data.show_lesson(model, tokenizer, lesson))
                 low = low + 1 if step > run.warmup_steps and data.detects_nothing(result) else 0
-                if low > 3 and config.objective in ("electra", "electra_15"):
-                    bar.write(data.COLLAPSED)
+                if low == 4 and config.objective in ("electra", "electra_15"):
+                    bar.write(data.collapse_advice(config))
             metrics.writerow(row)
         if save and rank == 0:
             state = {"step": step, "seconds": seconds, "logged": logged, "recent": recent}

@@ -1243,7 +1243,23 @@ def test_a_discriminator_that_learns_nothing_for_long_is_named_with_a_remedy(
         assert data.run_program("electra.py", lambda run=run: electra.main(run)) == 0
         printed = capsys.readouterr().out
         # Warm-up ends with step 2; the fourth evaluation behind it is step 6.
-        assert printed.count("Try --generator_size 0.25") == (0 if out == "early" else 3)
+        assert printed.count("tells nothing apart") == (0 if out == "early" else 1)
+        assert "tells nothing apart" not in printed.partition("after step 6")[0]
+
+
+@pytest.mark.parametrize(
+    ("size", "sharing", "remedy"),
+    [
+        (1.0, "shared", "Try --generator_size 0.25;"),
+        (0.25, "shared", "Try more --steps, or one encoder for both: --generator_size 1"),
+        (1.0, "all", "Try more --steps;"),
+    ],
+)
+def test_the_remedy_for_a_collapse_is_not_what_the_run_has_already(
+    size: float, sharing: str, remedy: str
+) -> None:
+    config = dataclasses.replace(TINY, generator_size=size, embedding_sharing=sharing)
+    assert remedy in data.collapse_advice(config)
 
 
 def test_profile_shows_where_the_time_goes_and_keeps_no_run(finished: Path) -> None:
