@@ -1286,12 +1286,15 @@ def owt_documents(archive: Path) -> Iterator[bytes]:
     A blank line would end a document, so they go. So do the zero bytes that a few documents have,
     and what is not UTF-8 becomes U+FFFD: for them no training should stop.
     """
-    try:
-        with tarfile.open(archive, "r|xz") as outer:
+    try:  # lzma.open reads .xz files of several streams, too; tarfile by itself only the first
+        with lzma.open(archive) as packed, tarfile.open(fileobj=packed, mode="r|") as outer:
             for part in outer:
                 if not part.name.endswith(".xz"):
                     continue
-                with tarfile.open(fileobj=outer.extractfile(part), mode="r|xz") as inner:
+                with (
+                    lzma.open(outer.extractfile(part)) as texts,
+                    tarfile.open(fileobj=texts, mode="r|") as inner,
+                ):
                     for member in inner:
                         content = inner.extractfile(member) if member.isfile() else None
                         if content:
