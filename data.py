@@ -1241,12 +1241,12 @@ def download(url: str, path: Path) -> None:
 # ---- OpenWebText -------------------------------------------------------------------------------
 OWT = "https://zenodo.org/record/3834942/files/openwebtext.tar.xz"
 OWT_SHA256 = "9fe39d154c5bc67da8c359415372b79510eb1e2edb0d035fe4f7fc3a732b9336"
-OWT_DOCUMENTS = 8_013_769
+OWT_DOCUMENTS = 8_013_769  # its published count; only the progress bar needs it
 OWT_ROOM = 52e9  # bytes: 12 GB of archive and 38 of text
 
 
 def fetch_owt(path: Path) -> None:
-    """OpenWebText, what the paper's small model can be repeated on, as one text file.
+    """OpenWebText, the text to repeat the paper's small model on, as one file.
 
     The archive lies beside it: a download that was cut goes on, one put there by hand will do.
     """
