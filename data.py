@@ -919,16 +919,23 @@ def show_status(bar: tqdm, step: int, seconds: float, status: str) -> None:
         print(f"step {step:,} of {bar.total:,}: {status}, {left} left", flush=True)
 
 
+def show_result(result: dict[str, float]) -> str:
+    """An evaluation in one line, less the verdicts where none is given (objective mlm)."""
+    shown = [f"{name.removeprefix('valid_')} {value:.3f}" for name, value in result.items()]
+    return ", ".join(shown[:3] if result["valid_auc"] == 0.5 else shown)  # 0.5: all scores are 0
+
+
 def show_tokens(
     tokenizer: Tokenizer, rows: list[tuple[str, list[int], list[bool]]], chances: list[float]
 ) -> str:
-    """Rows (name, ids, which to colour) of tokens, and the discriminator's verdict on each."""
+    """Rows (name, ids, which to colour) of tokens, and the discriminator's verdicts, if any."""
     cells = [
         (name, [tokenizer.id_to_token(i) or f"[{i}]" for i in ids], marks)
         for name, ids, marks in rows
     ]
-    cells.append(("replaced?", [f"{p:.0%}" for p in chances], [p > 0.5 for p in chances]))
-    widths = [1 + max(len(words[i]) for _, words, _ in cells) for i in range(len(chances))]
+    if chances:
+        cells.append(("replaced?", [f"{p:.0%}" for p in chances], [p > 0.5 for p in chances]))
+    widths = [1 + max(map(len, column)) for column in zip(*(words for _, words, _ in cells))]
     room = shutil.get_terminal_size().columns - 11
     colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     lines, start = [], 0
@@ -956,13 +963,21 @@ def show_lesson(model: torch.nn.Module, tokenizer: Tokenizer, ids: torch.Tensor)
     model.train()
     shown = (("original", ids), ("masked", out.masked.ids), ("generator", out.corrupted_ids))
     rows = [(name, row[0].tolist(), (row[0] != ids[0]).tolist()) for name, row in shown]
-    return show_tokens(tokenizer, rows, out.discriminator_logits[0].sigmoid().tolist())
+    verdicts = out.discriminator_logits[0]
+    return show_tokens(tokenizer, rows, verdicts.sigmoid().tolist() if verdicts.any() else [])
 
 
 @torch.no_grad()
-def detect(model: torch.nn.Module, tokenizer: Tokenizer, length: int, text: str) -> None:
+def detect(
+    model: torch.nn.Module, tokenizer: Tokenizer, settings: dict[str, Any], text: str
+) -> None:
     """Print every token of the text, or of stdin, with the probability that it is a replacement."""
-    room = length - 2  # what it was trained on: positions behind that know nothing
+    if settings.get("objective") in ("mlm", "replace_mlm"):
+        raise InputError(
+            f"--detect needs a discriminator, and --objective {settings['objective']} trains none: "
+            "name the folder of another run with --out."
+        )
+    room = settings["length"] - 2  # what it was trained on: positions behind that know nothing
     for line in sys.stdin if text == "-" else [text]:
         ids = tokenizer.encode(line, add_special_tokens=False).ids
         for part in (ids[i : i + room] for i in range(0, len(ids), room)):

@@ -713,8 +713,7 @@ def pretrain(config: ElectraConfig, run: RunConfig) -> None:
             if evaluation:
                 result = evaluate(model, valid_batches, autocast)
                 row |= result
-                shown = ", ".join(f"{k[6:]} {v:.3f}" for k, v in result.items())
-                bar.write(f"\nheld-out text after step {step:,}: {shown}\n")
+                bar.write(f"\nheld-out text after step {step:,}: {data.show_result(result)}\n")
                 bar.write(data.show_lesson(model, tokenizer, lesson))
                 low = low + 1 if step > run.warmup_steps and data.detects_nothing(result) else 0
                 if low == 4 and config.objective in ("electra", "electra_15"):
@@ -743,7 +742,7 @@ def main(arguments: list[str] | None = None) -> None:
             pretrain(config, run)
     else:
         model, tokenizer, settings = load_run(Path(run.out))
-        data.detect(model, tokenizer, settings["length"], text)
+        data.detect(model, tokenizer, settings, text)
 
 
 if __name__ == "__main__":

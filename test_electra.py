@@ -1551,6 +1551,25 @@ def test_detect_prints_every_token_with_a_probability(finished: Path) -> None:
     assert piped.stdout == result.stdout
 
 
+@pytest.mark.parametrize("objective", ["mlm", "replace_mlm"])
+def test_a_run_without_a_discriminator_shows_no_verdicts_and_refuses_to_detect(
+    objective: str,
+    finished: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(finished)
+    run = [*SMALL_RUN, "--objective", objective, "--out", f"blind_{objective}"]
+    assert data.run_program("electra.py", lambda: electra.main(run)) == 0
+    printed = capsys.readouterr().out
+    assert "generator_accuracy" in printed and "\ngenerator  " in printed
+    assert not re.search(r"auc|recall|replaced", printed)
+    ask = ["--detect", "The number has a line .", "--out", f"blind_{objective}"]
+    assert data.run_program("electra.py", lambda: electra.main(ask)) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and f"--objective {objective} trains none" in said.err
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_checkpoint(finished: Path) -> None:
     before = (finished / "out" / "checkpoint.pt").read_bytes()
     program = (
