@@ -1,5 +1,6 @@
 """What must hold, one fact a test, in the order of electra.py and data.py."""
 
+import contextlib
 import csv
 import dataclasses
 import hashlib
@@ -12,6 +13,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -20,7 +22,9 @@ import tempfile
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -1130,11 +1134,37 @@ def test_builtin_corpus_is_english_prose_without_importing_anything(tmp_path: Pa
 # ---------------------------------------------------------------------------- The whole program
 
 
-def run_program(folder: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess:
-    command = [sys.executable, str(Path(electra.__file__).resolve()), *arguments]
+def start_program(
+    folder: Path, *arguments: str, program: ModuleType = electra
+) -> subprocess.CompletedProcess:
+    """The program as a user starts it, in a process of its own."""
+    command = [sys.executable, str(Path(program.__file__).resolve()), *arguments]
     return subprocess.run(
-        command, check=False, cwd=folder, input=stdin, capture_output=True, text=True, timeout=240
+        command, check=False, cwd=folder, capture_output=True, text=True, timeout=240
     )
+
+
+def run_program(
+    folder: Path, *arguments: str, stdin: str = "", program: ModuleType = electra
+) -> subprocess.CompletedProcess:
+    """The same within this process: two seconds less, those that importing torch takes."""
+    printed, errors = io.StringIO(), io.StringIO()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(errors),
+    ):
+        patch.chdir(folder)
+        patch.setattr(sys, "stdin", io.StringIO(stdin))
+        name = Path(program.__file__).name
+        try:
+            code = data.run_program(name, lambda: program.main(list(arguments)))
+        except SystemExit as stop:  # argparse's own
+            code = stop.code
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    return subprocess.CompletedProcess(arguments, code, printed.getvalue(), errors.getvalue())
 
 
 SMALL_RUN = [
@@ -1149,7 +1179,7 @@ SMALL_RUN = [
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     (folder / "text.txt").write_text(TEXT)
-    result = run_program(folder, *SMALL_RUN)
+    result = start_program(folder, *SMALL_RUN)
     assert result.returncode == 0, result.stderr
     (folder / "printed").write_text(result.stdout)
     return folder
@@ -1186,33 +1216,32 @@ def test_a_finished_run_says_so_and_changes_nothing(finished: Path) -> None:
 
 @pytest.mark.parametrize("objective", OBJECTIVES[1:])
 def test_a_run_of_another_objective_evaluates_and_leaves_an_encoder_to_fine_tune(
-    objective: str, finished: Path, monkeypatch: pytest.MonkeyPatch
+    objective: str, finished: Path
 ) -> None:
-    monkeypatch.chdir(finished)
     run = [*SMALL_RUN, "--objective", objective, "--out", objective, "--eval_every", "8"]
-    assert data.run_program("electra.py", lambda: electra.main(run)) == 0
-    with (finished / objective / "metrics.csv").open(newline="") as file:
+    assert run_program(finished, *run).returncode == 0
+    out = finished / objective
+    with (out / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    config, settings = SIZES["tiny"][0], json.loads(Path(objective, "config.json").read_text())
+    config, settings = SIZES["tiny"][0], json.loads((out / "config.json").read_text())
     config = dataclasses.replace(config, **{k: settings[k] for k in vars(config)})
     flops = sum(data.flops_per_token(config, electra.generator_config(config), 64))
     assert float(rows[-1]["flops"]) == pytest.approx(8 * 4 * 64 * flops)
     assert rows[-1]["valid_auc"]
-    net, _, _ = electra.load_run(Path(objective))
-    state = data.load_checkpoint(Path(objective, "checkpoint.pt"))
+    net, _, _ = electra.load_run(out)
+    state = data.load_checkpoint(out / "checkpoint.pt")
     assert state is not None
     for name, value in net.discriminator.encoder.state_dict().items():
         assert torch.equal(value, state["model"][f"discriminator.encoder.{name}"]), name
 
 
 def test_a_run_with_gdes_and_shared_layers_is_exported_as_one_that_has_neither(
-    finished: Path, monkeypatch: pytest.MonkeyPatch
+    finished: Path,
 ) -> None:
-    monkeypatch.chdir(finished)
     run = [*SMALL_RUN, "--embedding_sharing", "gdes", "--share_layers", "--num_layers", "3"]
-    assert data.run_program("electra.py", lambda: electra.main([*run, "--out", "gdes"])) == 0
-    net, _, _ = electra.load_run(Path("gdes"))
-    state = data.load_checkpoint(Path("gdes", "checkpoint.pt"))
+    assert run_program(finished, *run, "--out", "gdes").returncode == 0
+    net, _, _ = electra.load_run(finished / "gdes")
+    state = data.load_checkpoint(finished / "gdes" / "checkpoint.pt")
     assert state is not None
     word = "encoder.embeddings.word.weight"
     words = state["model"][f"generator.{word}"] + state["model"][f"discriminator.{word}"]
@@ -1221,17 +1250,16 @@ def test_a_run_with_gdes_and_shared_layers_is_exported_as_one_that_has_neither(
     assert all(torch.equal(layers[0][name], layers[2][name]) for name in layers[0])
     # An unshared network starts from it: each layer from the copy, and then on its own.
     run = [*SMALL_RUN, "--init_from", "gdes", "--num_layers", "3", "--out", "unshared"]
-    assert data.run_program("electra.py", lambda: electra.main(run)) == 0
-    net, _, _ = electra.load_run(Path("unshared"))
+    assert run_program(finished, *run).returncode == 0
+    net, _, _ = electra.load_run(finished / "unshared")
     layers = [layer.state_dict() for layer in net.discriminator.encoder.layers]
     assert len(layers) == 3
     assert not torch.equal(layers[0]["output.weight"], layers[2]["output.weight"])
 
 
 def test_a_discriminator_that_learns_nothing_for_long_is_named_with_a_remedy(
-    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(finished)
     evaluate = electra.evaluate
     for out, auc, recall in (
         ("early", 0.68, 0.05),
@@ -1241,8 +1269,9 @@ def test_a_discriminator_that_learns_nothing_for_long_is_named_with_a_remedy(
         found = {"valid_auc": auc, "valid_recall": recall}
         monkeypatch.setattr(electra, "evaluate", lambda *a, found=found: evaluate(*a) | found)
         run = [*SMALL_RUN, "--eval_every", "1", "--warmup_steps", "2", "--out", out]
-        assert data.run_program("electra.py", lambda run=run: electra.main(run)) == 0
-        printed = capsys.readouterr().out
+        result = run_program(finished, *run)
+        assert result.returncode == 0
+        printed = result.stdout
         # Warm-up ends with step 2; the fourth evaluation behind it is step 6.
         assert printed.count("tells nothing apart") == (0 if out == "early" else 1)
         assert "tells nothing apart" not in printed.partition("after step 6")[0]
@@ -1439,9 +1468,9 @@ def test_memory_does_not_grow_with_the_steps(finished: Path) -> None:
         "    return rate(step, run)\n"
         "electra.learning_rate = note\n"
         "electra.main()\n"
-        "print('grown by', sizes[2000] / sizes[200])"
+        "print('grown by', sizes[1000] / sizes[200])"
     )
-    steps = ["--steps", "2000", "--log_every", "50", "--eval_every", "500", "--micro_batch", "0"]
+    steps = ["--steps", "1000", "--log_every", "50", "--eval_every", "250", "--micro_batch", "0"]
     steps += ["--hidden_size", "32", "--num_heads", "1", "--intermediate_size", "64"]
     result = subprocess.run(
         [sys.executable, "-c", program, *SMALL_RUN, *steps, "--out", "long"],
@@ -1449,7 +1478,7 @@ def test_memory_does_not_grow_with_the_steps(finished: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(Path(electra.__file__).parent)},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert float(result.stdout.split()[-1]) < 1.05
+    assert float(result.stdout.split()[-1]) < 1.02
 
 
 def test_a_second_process_stays_out_of_a_run(finished: Path) -> None:
@@ -1553,35 +1582,27 @@ def test_detect_prints_every_token_with_a_probability(finished: Path) -> None:
 
 @pytest.mark.parametrize("objective", ["mlm", "replace_mlm"])
 def test_a_run_without_a_discriminator_shows_no_verdicts_and_refuses_to_detect(
-    objective: str,
-    finished: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    objective: str, finished: Path
 ) -> None:
-    monkeypatch.chdir(finished)
-    run = [*SMALL_RUN, "--objective", objective, "--out", f"blind_{objective}"]
-    assert data.run_program("electra.py", lambda: electra.main(run)) == 0
-    printed = capsys.readouterr().out
-    assert "generator_accuracy" in printed and "\ngenerator  " in printed
-    assert not re.search(r"auc|recall|replaced", printed)
-    ask = ["--detect", "The number has a line .", "--out", f"blind_{objective}"]
-    assert data.run_program("electra.py", lambda: electra.main(ask)) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and f"--objective {objective} trains none" in said.err
+    out = f"blind_{objective}"
+    result = run_program(finished, *SMALL_RUN, "--objective", objective, "--out", out)
+    assert result.returncode == 0
+    assert "generator_accuracy" in result.stdout and "\ngenerator  " in result.stdout
+    assert not re.search(r"auc|recall|replaced", result.stdout)
+    refused = run_program(finished, "--detect", "The number has a line .", "--out", out)
+    assert refused.returncode == 2
+    assert refused.stdout == "" and f"--objective {objective} trains none" in refused.stderr
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_checkpoint(finished: Path) -> None:
+def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_checkpoint(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = (finished / "out" / "checkpoint.pt").read_bytes()
-    program = (
-        "import sys, math, data, electra; rate = electra.learning_rate\n"
-        "electra.learning_rate = lambda step, run: math.nan if step == 10 else rate(step, run)\n"
-        "sys.exit(data.run_program('electra.py', electra.main))"
+    rate = electra.learning_rate
+    monkeypatch.setattr(
+        electra, "learning_rate", lambda step, run: math.nan if step == 10 else rate(step, run)
     )
-    command = [sys.executable, "-c", program, *SMALL_RUN, "--steps", "20"]
-    environment = os.environ | {"PYTHONPATH": str(Path(electra.__file__).parent)}
-    result = subprocess.run(
-        command, check=False, cwd=finished, env=environment, capture_output=True, text=True
-    )
+    result = run_program(finished, *SMALL_RUN, "--steps", "20")
     assert result.returncode == 2
     assert re.search(
         r"step 11 is not finite: generator loss nan, discriminator loss nan", result.stderr
@@ -1623,24 +1644,14 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_checkpoint(finis
     ],
 )
 def test_bad_input_gets_one_line_and_exit_code_2(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-    content: bytes | None,
-    arguments: list[str],
-    message: str,
+    tmp_path: Path, content: bytes | None, arguments: list[str], message: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     if content is not None:
         (tmp_path / "text.txt").write_bytes(content)
-    try:
-        code = data.run_program("electra.py", lambda: electra.main(arguments))
-    except SystemExit as stop:  # argparse's own
-        code = stop.code
-    error = capsys.readouterr().err
-    assert code == 2
-    assert message in error.splitlines()[-1]
-    assert "Traceback" not in error
+    result = run_program(tmp_path, *arguments)
+    assert result.returncode == 2
+    assert message in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -1972,20 +1983,17 @@ def another_generator(folder: Path) -> None:
     ],
 )
 def test_a_hugging_face_folder_that_does_not_fit_is_refused_by_name(
-    damage: Callable[[Path], Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    damage: Callable[[Path], Any], message: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "hf"
     released(folder, ElectraForPreTraining, binary=True)
     damage(folder)
     (tmp_path / "text.txt").write_text(TEXT)
-    arguments = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out")]
-    run = [*arguments, "--init_from", str(folder), "--length", "32", "--batch_size", "2"]
-    capsys.readouterr()
-    code = data.run_program("electra.py", lambda: electra.main([*run, "--steps", "1"]))
-    printed = capsys.readouterr().err
-    assert code == 2
-    assert re.search(message, printed), printed
-    assert printed.count("\n") == 1
+    arguments = ["--data", "text.txt", "--init_from", "hf", "--length", "32", "--batch_size", "2"]
+    result = run_program(tmp_path, *arguments, "--steps", "1")
+    assert result.returncode == 2
+    assert re.search(message, result.stderr), result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 def test_export_import_export_gives_byte_equal_files(finished: Path, tmp_path: Path) -> None:
@@ -2671,11 +2679,7 @@ def test_layers_learn_the_more_slowly_the_lower_they_are() -> None:
     assert all(group["weight_decay"] == 0 for group in groups)
 
 
-def run_glue(folder: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess:
-    command = [sys.executable, str(Path(train_glue.__file__).resolve()), *arguments]
-    return subprocess.run(
-        command, check=False, cwd=folder, input=stdin, capture_output=True, text=True, timeout=240
-    )
+run_glue = partial(run_program, program=train_glue)
 
 
 def separable(task: str, rows: int, seed: int) -> tuple[list[tuple[str, ...]], list[str]]:
@@ -2699,7 +2703,8 @@ def sweep(finished: Path) -> Path:
     for task in ("SST-2", "RTE"):
         for seed, (file, rows) in enumerate((("train", 400), ("dev", 40), ("test", 30))):
             write_glue_file(finished / "glue", task, file, *separable(task, rows, seed))
-    result = run_glue(finished, *SWEEP, "--seeds", "2", "--predict")
+    arguments = [*SWEEP, "--seeds", "2", "--predict"]
+    result = start_program(finished, *arguments, program=train_glue)
     assert result.returncode == 0, result.stderr
     (finished / "glue.txt").write_text(result.stdout)
     return finished
@@ -2838,8 +2843,8 @@ def test_the_commands_of_the_readme_with_hugging_face_work(sweep: Path) -> None:
     for program, arguments in commands:
         given = shlex.split(arguments)
         (more,) = [small[name] for name in small if name in given]
-        run = run_program if program == "electra.py" else run_glue
-        result = run(folder, *given, *more)
+        module = electra if program == "electra.py" else train_glue
+        result = start_program(folder, *given, *more, program=module)
         assert result.returncode == 0, result.stderr
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     result = subprocess.run(
