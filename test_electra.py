@@ -1162,8 +1162,9 @@ def run_program(
             code = data.run_program(name, lambda: program.main(list(arguments)))
         except SystemExit as stop:  # argparse's own
             code = stop.code
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
     return subprocess.CompletedProcess(arguments, code, printed.getvalue(), errors.getvalue())
 
 
@@ -1653,6 +1654,13 @@ def test_bad_input_gets_one_line_and_exit_code_2(
     assert message in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("program", "option"), [(electra, "--data"), (train_glue, "--model")])
+def test_the_exit_code_reaches_the_shell(program: ModuleType, option: str, tmp_path: Path) -> None:
+    result = start_program(tmp_path, option, "nowhere", program=program)
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_a_damaged_checkpoint_is_named_and_never_executed(
