@@ -2773,7 +2773,8 @@ def test_a_saved_model_names_its_labels_and_classifies(sweep: Path) -> None:
     lines = [line.split("\t") for line in result.stdout.splitlines()]
     assert [line[0] for line in lines] == ["entailment", "not_entailment"]
     assert all(float(line[1].rstrip("%")) > 50 for line in lines)
-    one = run_glue(sweep, "--model", "out/glue/SST-2", "--classify", "of the a number")
+    # As long as the texts it was trained on: what it makes of other lengths is chance.
+    one = run_glue(sweep, "--model", "out/glue/SST-2", "--classify", "of the few a number")
     assert one.stdout.startswith("0\t")
 
 
