@@ -1,6 +1,6 @@
 """Fine-tune ELECTRA on GLUE: nine tasks of understanding English, one table at the end.
 
-    python data.py glue                                       download and check the data
+    python train_glue.py --fetch                              download and check the data
     python train_glue.py --model out --task all --seeds 5     all tasks, five runs each
     python train_glue.py --model none --out out               the same model from random weights
     python train_glue.py --model out/glue/SST-2 --classify "a gorgeous film"
@@ -19,13 +19,17 @@ import argparse
 import copy
 import csv
 import functools
+import hashlib
 import io
 import itertools
 import json
 import math
+import os
+import statistics
 import sys
 import time
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -39,19 +43,27 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import data
-from data import GLUE, Example, InputError
+from data import InputError
 from electra import (
-    HUGGING_FACE,
+    DTYPES,
+    WEIGHTS,
     Electra,
     ElectraConfig,
     Encoder,
     RunConfig,
+    add_options,
+    check_options,
+    choose_device,
+    choose_precision,
+    keep_memory,
     learning_rate,
     load_run,
+    mean_ranks,
     option,
+    parse,
+    write_hugging_face,
 )
 
-TASKS = [task for task in GLUE if task != "diagnostic"]
 EPOCHS = {"STS-B": 10, "RTE": 10}  # the other tasks: 3
 # Peak learning rate, layer-wise decay (tables 6 and 7 of the paper) and head. tiny is ours: after
 # so short a pre-training [CLS] has gathered less than the mean of all tokens holds.
@@ -67,22 +79,23 @@ class GlueConfig:
 
     model: str = option("out", "run or Hugging Face folder to start from, or none: random weights")
     out: str = option("", "run folder of architecture, tokenizer and results (default: --model)")
-    glue: str = option("glue", "folder with <TASK>/*.tsv; see python data.py glue")
+    glue: str = option("glue", "folder with <TASK>/*.tsv; what is missing is fetched")
+    fetch: bool = option(False, "only download the tasks, and check every file")
     task: str = option("all", "all, or tasks with commas between them, such as CoLA,RTE")
-    seeds: int = option(1, "runs of each task, with seeds 0, 1, ...")
+    seeds: int = option(1, "runs of each task, with seeds 0, 1, ...", "[1, 1000]")
     init_from: str = option("", "folder of a fine-tuned model to start from, such as out/glue/MNLI")
     head: str = option(
-        "auto", "what the new layer reads, the first token or the mean of all: one of",
-        "auto", "first", "mean")  # fmt: skip
-    learning_rate: float = option(0.0, "peak learning rate (default: by size, 3e-4 for small)")
-    layer_decay: float = option(0.0, "factor from each layer to the one below (default: by size)")
-    epochs: int = option(0, "epochs (default: 10 for STS-B and RTE, 3 for the others)")
-    batch_size: int = option(32, "examples in a step")
-    length: int = option(128, "longest input in tokens; longer ones are cut")
+        "auto", "what the new layer reads, the first token or the mean of all",
+        ("auto", "first", "mean"))  # fmt: skip
+    learning_rate: float = option(0.0, "peak (default: by size, 3e-4 for small)", "[0, 1]")
+    layer_decay: float = option(0.0, "from a layer to that below (default: by size)", "[0, 1]")
+    epochs: int = option(0, "default: 10 for STS-B and RTE, 3 for the others", "[0, 1000]")
+    batch_size: int = option(32, "examples in a step", "[1, 100000]")
+    length: int = option(128, "longest input in tokens; longer ones are cut", "[8, 65536]")
     double_pairs: bool = option(True, "train MRPC and STS-B on each pair in both orders")
-    precision: str = option("auto", "one of", "auto", "fp32", "bf16", "fp16")
+    precision: str = option("auto", "of the arithmetic", ("auto", "fp32", "bf16", "fp16"))
     device: str = option("auto", "auto, cuda, mps or cpu")
-    save: str = option("none", "model of a task to keep (best: on dev)", "none", "best", "last")
+    save: str = option("none", "model of a task to keep (best: on dev)", ("none", "best", "last"))
     predict: bool = option(False, "also write the submission for the GLUE site, a zip")
     export: str = option(
         "", "write the encoder of a saved --model to this folder, for Hugging Face"
@@ -90,6 +103,209 @@ class GlueConfig:
     classify: str = option(
         "", "TEXT, or two with a tab between them, for a saved --model; -: stdin"
     )
+
+
+# ---- The data: archives and TSV files ----------------------------------------------------------
+class GlueTask(NamedTuple):
+    """Where a task of GLUE is fetched, and where its texts and labels stand (columns from 0)."""
+
+    sources: tuple[str, ...]  # addresses
+    rows: dict[str, int]  # file -> rows of the official release, headers not counted
+    texts: tuple[int, ...]  # columns of the text, or of both texts, in train and dev
+    test_texts: tuple[int, ...]
+    label: int  # column of the label in train and dev
+    labels: tuple[str, ...]  # in the order of a model's outputs; none: a score from 0 to 5
+
+
+def rows(train: int, dev: int, test: int) -> dict[str, int]:
+    return {"train": train, "dev": dev, "test": test}
+
+
+SITE = "https://dl.fbaipublicfiles.com/"
+AT, PAIRS = SITE + "glue/data/", SITE + "senteval/senteval_data/msr_paraphrase_"
+YES_NO, ENTAILED = ("0", "1"), ("entailment", "not_entailment")
+NLI = ("contradiction", "entailment", "neutral")
+MNLI_ROWS = {"train": 392702, "dev_matched": 9815, "dev_mismatched": 9832}
+MNLI_ROWS |= {"test_matched": 9796, "test_mismatched": 9847}
+# MRPC has no archive: its pairs are two files, and a list says which of them are for dev. The
+# diagnostic set, AX on the site, is test only and predicted with the MNLI model.
+MRPC = (PAIRS + "train.txt", PAIRS + "test.txt", AT + "mrpc_dev_ids.tsv")
+GLUE = {
+    "CoLA": GlueTask((AT + "CoLA.zip",), rows(8551, 1043, 1063), (3,), (1,), 1, YES_NO),
+    "SST-2": GlueTask((AT + "SST-2.zip",), rows(67349, 872, 1821), (0,), (1,), 1, YES_NO),
+    "MRPC": GlueTask(MRPC, rows(3668, 408, 1725), (3, 4), (3, 4), 0, YES_NO),
+    "STS-B": GlueTask((AT + "STS-B.zip",), rows(5749, 1500, 1379), (-3, -2), (-2, -1), -1, ()),
+    "QQP": GlueTask(
+        (AT + "QQP-clean.zip",), rows(363846, 40430, 390965), (3, 4), (1, 2), 5, YES_NO
+    ),
+    "MNLI": GlueTask((AT + "MNLI.zip",), MNLI_ROWS, (8, 9), (8, 9), -1, NLI),
+    "QNLI": GlueTask((AT + "QNLIv2.zip",), rows(104743, 5463, 5463), (1, 2), (1, 2), 3, ENTAILED),
+    "RTE": GlueTask((AT + "RTE.zip",), rows(2490, 277, 3000), (1, 2), (1, 2), 3, ENTAILED),
+    "WNLI": GlueTask((AT + "WNLI.zip",), rows(635, 71, 146), (1, 2), (1, 2), 3, YES_NO),
+    "diagnostic": GlueTask((AT + "AX.tsv",), {"diagnostic": 1104}, (1, 2), (1, 2), -1, NLI),
+}
+TASKS = [task for task in GLUE if task != "diagnostic"]
+
+
+class Example(NamedTuple):
+    texts: tuple[str, ...]  # one sentence, or two
+    label: float  # number of the class, or the score; NaN where there is none
+
+
+def read_rows(path: Path) -> list[list[str]]:
+    """The cells of every line, headers too. A TSV is no CSV: quotes are ordinary characters.
+
+    A line ends at a newline and nowhere else (str.splitlines would cut at U+0085, too).
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: byte {error.start:,} is not UTF-8. Fetch it again.") from None
+    return [line.removesuffix("\r").split("\t") for line in text.rstrip("\r\n").split("\n")]
+
+
+def header_lines(task: str, name: str) -> int:
+    return 0 if task == "CoLA" and name != "test" else 1
+
+
+def read_glue(folder: Path, task: str, name: str) -> tuple[list[Example], list[str]]:
+    """The examples of folder/task/name.tsv, and a line about each row that cannot be read.
+
+    A bad row is left out of train. Elsewhere it stays, with what can be read of it, so that the
+    predictions keep their places.
+    """
+    path, facts = folder / task / f"{name}.tsv", GLUE[task]
+    rows = read_rows(path)
+    width = statistics.mode(map(len, rows))
+    labelled = name.startswith(("train", "dev"))
+    columns = facts.texts if labelled else facts.test_texts
+    needed = (*columns, facts.label) if labelled else columns
+    if not all(-width <= column < width for column in needed):
+        raise InputError(f"{path}: {width} columns are too few. Is it a file of {task}?")
+    examples, problems = [], []
+    first = header_lines(task, name)
+    if len(rows) == first:
+        raise InputError(f"{path}: no rows. Fetch it again.")
+    for number, row in enumerate(rows[first:], first + 1):
+        try:
+            if len(row) != width:
+                raise ValueError(f"{len(row)} columns instead of {width}")
+            texts = tuple(row[column] for column in columns)
+            label = parse_label(row[facts.label], facts.labels) if labelled else math.nan
+            empty = not all(text.strip() for text in texts)
+            if empty:
+                problems.append(f"{path}, line {number}: an empty text")
+            if not empty or name != "train":
+                examples.append(Example(texts, label))
+        except ValueError as error:
+            problems.append(f"{path}, line {number}: {error}")
+            if name != "train":
+                examples.append(Example(("",) * len(columns), math.nan))
+    if len(problems) == len(rows) - first:
+        raise InputError(f"{path}: no row can be read ({problems[0]}). Is it a file of {task}?")
+    return examples, problems
+
+
+def parse_label(cell: str, labels: tuple[str, ...]) -> float:
+    """Number of the class, or the score where a task has no classes; ValueError for neither."""
+    if cell in labels:
+        return float(labels.index(cell))
+    if labels or not 0 <= float(cell) <= 5:
+        raise ValueError(f"label {cell!r:.40} is not {' or '.join(labels) or 'from 0 to 5'}")
+    return float(cell)
+
+
+def write_keeping(path: Path, content: bytes) -> None:
+    """Write a file of GLUE; another one that is there already is kept as <name>.old."""
+    if path.exists() and path.read_bytes() != content:
+        os.replace(path, path.with_name(path.name + ".old"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data.write_atomically(path, content)
+
+
+def unpack(archive: Path, folder: Path, task: str) -> None:
+    """Take the task's files, and nothing else, out of an archive, whatever its paths say."""
+    try:
+        with zipfile.ZipFile(archive) as zipped:
+            members = zipped.namelist()
+            for name in GLUE[task].rows:
+                if f"{task}/{name}.tsv" not in members:
+                    raise InputError(
+                        f"{archive}: no {task}/{name}.tsv in it, but {', '.join(members[:3])}."
+                    )
+            for name in GLUE[task].rows:
+                write_keeping(folder / task / f"{name}.tsv", zipped.read(f"{task}/{name}.tsv"))
+    except (zipfile.BadZipFile, zlib.error, EOFError):
+        start = archive.read_bytes()[:40]
+        raise InputError(f"{archive}: no whole zip archive, it begins {start!r}.") from None
+
+
+def build_mrpc(train: Path, test: Path, dev_ids: Path, folder: Path) -> None:
+    """MRPC as GLUE has it: the pairs whose ids are listed become dev, the others stay in train."""
+
+    def lines(path: Path) -> list[bytes]:
+        return [line.removesuffix(b"\r") for line in path.read_bytes().rstrip().split(b"\n")]
+
+    held_out = set(lines(dev_ids))
+    header, *pairs = lines(train)
+    files: dict[str, list[bytes]] = {"train": [header], "dev": [header]}
+    for pair in pairs:
+        name = "dev" if b"\t".join(pair.split(b"\t")[1:3]) in held_out else "train"
+        files[name].append(pair)
+    files["test"] = [b"index\t#1 ID\t#2 ID\t#1 String\t#2 String"]
+    for index, pair in enumerate(lines(test)[1:]):
+        files["test"].append(b"%d\t%s" % (index, pair.partition(b"\t")[2]))
+    for name, rows in files.items():
+        write_keeping(folder / "MRPC" / f"{name}.tsv", b"\n".join(rows) + b"\n")
+
+
+def check_glue(folder: Path, task: str) -> dict[str, str]:
+    """What is wrong with each file of a task; an empty string where it is whole."""
+    problems = {}
+    for name, official in GLUE[task].rows.items():
+        path = folder / task / f"{name}.tsv"
+        problems[name] = "missing"
+        if path.is_file():
+            rows = len(read_rows(path)) - header_lines(task, name)
+            whole = rows == official
+            problems[name] = "" if whole else f"{rows:,} rows, the official file has {official:,}"
+    return problems
+
+
+def fetch_glue(folder: Path, task: str) -> None:
+    """Download a task and write its files in the official layout."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fetched = [folder / url.rpartition("/")[2] for url in GLUE[task].sources]
+    for url, path in zip(GLUE[task].sources, fetched, strict=True):
+        if not path.exists():
+            print(f"fetching {url}", flush=True)
+            data.download(url, path)
+    try:
+        if task == "MRPC":
+            build_mrpc(*fetched, folder)
+        elif task == "diagnostic":
+            write_keeping(folder / task / "diagnostic.tsv", fetched[0].read_bytes())
+        else:
+            unpack(fetched[0], folder, task)
+    finally:  # unpacked, or of no use
+        for path in fetched:
+            path.unlink()
+
+
+def fetch_tasks(folder: Path, tasks: list[str]) -> None:
+    """Download what is missing of these tasks, and say of every file whether it is whole."""
+    bad = 0
+    for task in tasks + ["diagnostic"] * ("MNLI" in tasks):
+        try:
+            if any(check_glue(folder, task).values()):
+                fetch_glue(folder, task)
+        except (InputError, OSError) as error:
+            print(f"train_glue.py: {error}", file=sys.stderr)
+        for name, problem in check_glue(folder, task).items():
+            print(f"{folder / task / name}.tsv: {problem or 'whole'}", flush=True)
+            bad += bool(problem)
+    if bad:
+        raise InputError(f"{folder}: {bad} files are not whole. The same command tries again.")
 
 
 # ---- Metrics: predicted and true values (N,) -> a number, 1.0 at best --------------------------
@@ -115,7 +331,7 @@ def pearson(predicted: np.ndarray, true: np.ndarray) -> float:
 
 def spearman(predicted: np.ndarray, true: np.ndarray) -> float:
     """Linear correlation of the ranks; ties share their mean rank."""
-    return pearson(data.mean_ranks(predicted), data.mean_ranks(true))
+    return pearson(mean_ranks(predicted), mean_ranks(true))
 
 
 Metric = Callable[[np.ndarray, np.ndarray], float]
@@ -209,7 +425,7 @@ class Classifier(nn.Module):
         x = self.encoder(ids, attention_mask, token_type_ids)  # (B, L, D)
         if self.head == "mean":
             mask = attention_mask[:, :, None]
-            x = (x * mask).sum(1) / mask.sum(1)
+            x = (x * mask).sum(1) / mask.sum(1).clamp(min=1)
         else:
             x = x[:, 0]  # [CLS]
         return self.prediction(self.dropout(x))  # (B, D) -> (B, classes)
@@ -251,7 +467,7 @@ def new_classifier(start: Start, task: str, head: str) -> Classifier:
 def classify(model: Classifier, encoded: Encoded, rows: np.ndarray, precision: str) -> Tensor:
     """Logits (B, classes) of some rows, in mixed precision."""
     device = model.prediction.weight.device
-    with torch.autocast(device.type, data.DTYPES[precision], enabled=precision != "fp32"):
+    with torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32"):
         return model(*collate(encoded, rows, device)).float()
 
 
@@ -261,7 +477,7 @@ def fine_tune(
     """One run: head and encoder trained together for a few epochs (appendix B)."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    device = data.choose_device(options.device)
+    device = choose_device(options.device)
     model = new_classifier(start, task, options.head).to(device).train()
     optimizer = layerwise_optimizer(model, options.layer_decay)
     scaler = torch.amp.GradScaler(device.type, enabled=options.precision == "fp16")
@@ -344,7 +560,7 @@ def read_results(path: Path, settings: dict[str, str]) -> list[dict[str, str]]:
     """The rows of a task that were made with these settings."""
     if not path.exists():
         return []
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
         if rows and set(rows[0]) != set(COLUMNS):
             raise InputError(f"{path}: not the columns {', '.join(COLUMNS)}. Move it away.")
@@ -359,18 +575,18 @@ def append_results(path: Path, rows: list[dict[str, Any]]) -> None:
     if not path.exists():
         writer.writeheader()
     writer.writerows(rows)
-    with path.open("a", newline="") as file:
+    with path.open("a", newline="", encoding="utf-8") as file:
         file.write(text.getvalue())
 
 
 def read_examples(options: GlueConfig, task: str, file: str) -> list[Example]:
     """The examples of a file; rows that cannot be read are reported."""
     folder = Path(options.glue)
-    examples, problems = data.read_glue(folder, task, file)
+    examples, problems = read_glue(folder, task, file)
     for problem in problems[:5]:
         print(problem)
     if problems:
-        fate = "left out" if file == "train" else "kept without text, for the order's sake"
+        fate = "left out" if file == "train" else "kept, for the order's sake"
         print(f"{folder / task / file}.tsv: {len(problems)} bad rows, {fate}")
     return examples
 
@@ -384,14 +600,16 @@ def majority(examples: list[Example], task: str) -> float:
 def run_task(task: str, start: Start, options: GlueConfig, folder: Path) -> list[dict[str, str]]:
     """Fine-tune with each seed that is still missing; the results of all seeds.
 
-    No results where files are missing, after a line that says which and how to get them.
+    No results where files are missing and cannot be fetched, after a line that says so.
     """
     place = Path(options.glue) / task
-    dev_files = [f for f in GLUE[task].rows if f[:3] == "dev" and (place / f"{f}.tsv").is_file()]
-    if not dev_files or not (place / "train.tsv").is_file():
-        fetch = f"python data.py glue --dir {options.glue} --tasks {task}"
-        print(f"{task} is left out: no train.tsv and dev.tsv in {place}. Fetch them: {fetch}")
+    try:
+        if not (place / "train.tsv").is_file() or not list(place.glob("dev*.tsv")):
+            fetch_glue(Path(options.glue), task)
+    except (InputError, OSError) as error:
+        print(f"{task} is left out: no train.tsv and dev.tsv in {place}, and {error}")
         return []
+    dev_files = [f for f in GLUE[task].rows if f[:3] == "dev" and (place / f"{f}.tsv").is_file()]
     examples = {file: read_examples(options, task, file) for file in ("train", *dev_files)}
     options = replace(options, task=task, epochs=options.epochs or EPOCHS.get(task, 3))
     settings = asdict(options) | {"origin": start.origin, "weights": start.weights}
@@ -534,7 +752,7 @@ def write_submission(options: GlueConfig, folder: Path) -> None:
             test = Path(options.glue) / source / f"{file}.tsv"
             if test.is_file() and (folder / task / "model.pt").exists():
                 model, tokenizer, settings = load_model(folder / task)
-                model.to(data.choose_device(options.device))
+                model.to(choose_device(options.device))
                 examples = read_examples(options, source, file)
                 encoded = encode(examples, tokenizer, int(settings["length"]))
                 predicted = predict(model, encoded, task, options.precision)
@@ -547,7 +765,9 @@ def write_submission(options: GlueConfig, folder: Path) -> None:
                 origin = "the majority answer"
             lines = [f"{i}\t{answer(value, task)}" for i, value in enumerate(predicted)]
             zipped.writestr(f"{name}.tsv", "\n".join(["index\tprediction", *lines]) + "\n")
-            print(f"{name}.tsv: {len(lines):,} rows, {origin}")
+            few = len(lines) < GLUE[source].rows[file]
+            note = f" (the site wants {GLUE[source].rows[file]:,})" if few else ""
+            print(f"{name}.tsv: {len(lines):,} rows{note}, {origin}")
     data.write_atomically(folder / "submission.zip", content.getvalue())
     print(f"{folder / 'submission.zip'} is ready for gluebenchmark.com")
 
@@ -557,7 +777,7 @@ def classify_texts(options: GlueConfig) -> None:
     model, tokenizer, settings = load_model(Path(options.model))
     task, length = settings["task"], int(settings["length"])
     wanted = len(GLUE[task].texts)
-    for line in sys.stdin if options.classify == "-" else [options.classify]:
+    for line in data.standard_input() if options.classify == "-" else [options.classify]:
         texts = tuple(line.rstrip("\n").split("\t"))
         if len(texts) != wanted:
             raise InputError(f"{task} takes {wanted} text(s), with a tab between: {line!r:.60}")
@@ -572,11 +792,12 @@ def export_encoder(options: GlueConfig) -> None:
     """Write the fine-tuned encoder and the label names as a Hugging Face folder, without a head."""
     model, tokenizer, settings = load_model(Path(options.model))
     folder = Path(options.export)
-    if (folder / "config.json").exists():
-        raise InputError(f"{folder} holds a model already. Choose another --export.")
+    files = ("config.json", *WEIGHTS, "tokenizer.json", "tokenizer_config.json")
+    if there := [name for name in files if (folder / name).exists()]:
+        raise InputError(f"{folder} holds a {there[0]} already. Choose another --export.")
     encoder = nn.ModuleDict({"encoder": model.encoder})
     shape = ElectraConfig(**settings["model"])
-    data.write_hugging_face(HUGGING_FACE, folder, "discriminator", encoder, shape, tokenizer)
+    write_hugging_face(folder, "discriminator", encoder, shape, tokenizer)
     labels = GLUE[settings["task"]].labels
     names = dict(enumerate(labels)) or {0: "score"}
     config = data.read_json(folder / "config.json") | {"id2label": names}
@@ -593,18 +814,14 @@ def export_encoder(options: GlueConfig) -> None:
 # ---- The command line --------------------------------------------------------------------------
 def parse_arguments(arguments: list[str] | None) -> GlueConfig:
     parser = argparse.ArgumentParser(description="Fine-tune ELECTRA on GLUE.", allow_abbrev=False)
-    data.add_options(parser, GlueConfig)
-    options = GlueConfig(**vars(parser.parse_args(arguments)))
-    data.check_choices(options)
+    add_options(parser, GlueConfig)
+    options = GlueConfig(**parse(parser, arguments))
+    check_options(options)
     tasks = TASKS if options.task == "all" else options.task.split(",")
-    for wrong, problem in (
-        (set(tasks) - set(TASKS), f"--task {options.task}: choose all, or of {', '.join(TASKS)}"),
-        (min(options.seeds, options.batch_size) < 1, "--seeds and --batch_size must be at least 1"),
-        (options.length < 8, "--length must be at least 8"),
-        (options.init_from and options.model == "none", "--init_from needs a --model"),
-    ):
-        if wrong:
-            raise InputError(f"{problem}.")
+    if set(tasks) - set(TASKS):
+        raise InputError(f"--task {options.task}: choose all, or of {', '.join(TASKS)}.")
+    if options.init_from and options.model == "none":
+        raise InputError("--init_from needs a --model.")
     if options.predict and options.save == "none":
         options.save = "best"
     return replace(options, task=",".join(tasks))
@@ -620,7 +837,9 @@ def load_start(options: GlueConfig) -> tuple[Start, str]:
     random = options.model == "none"
     model, tokenizer, settings = load_run(run_folder(options) if random else Path(options.model))
     encoder = model.discriminator.encoder
-    start = Start(model.config, tokenizer, encoder, "pre-trained", data.digest(encoder))
+    content = b"".join(value.numpy().tobytes() for value in encoder.state_dict().values())
+    weights = hashlib.sha256(content).hexdigest()[:12]
+    start = Start(model.config, tokenizer, encoder, "pre-trained", weights)
     if random:
         start = start._replace(encoder=None, origin="none", weights="")
     if options.init_from:
@@ -643,10 +862,11 @@ def sweep(options: GlueConfig) -> None:
         length=min(options.length, start.config.max_positions),
     )
     folder = run_folder(options) / "glue"
+    folder.mkdir(parents=True, exist_ok=True)  # or an error now, not after the first run
     results = {task: run_task(task, start, options, folder) for task in options.task.split(",")}
     results = {task: rows for task, rows in results.items() if rows}
     if not results:
-        raise InputError(f"{options.glue}: no task can be run. Fetch them: python data.py glue")
+        raise InputError(f"{options.glue}: no task can be run. Put the files there by hand.")
     print_table(results)
     if options.predict:
         write_submission(options, folder)
@@ -654,8 +874,10 @@ def sweep(options: GlueConfig) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
-    data.keep_memory()
-    precision = data.choose_precision(options.precision, data.choose_device(options.device))
+    if options.fetch:
+        return fetch_tasks(Path(options.glue), options.task.split(","))
+    keep_memory()
+    precision = choose_precision(options.precision, choose_device(options.device))
     options = replace(options, precision=precision)
     if options.classify:
         classify_texts(options)
