@@ -225,7 +225,12 @@ class Embeddings(nn.Module):
     def forward(self, ids: Tensor, token_type_ids: MaybeTensor = None) -> Tensor:
         if token_type_ids is None:
             token_type_ids = torch.zeros_like(ids)
-        x = F.embedding(ids, self.words()) + self.position.weight[: ids.shape[1]]
+        if ids.shape[1] > len(self.position.weight):
+            raise ValueError(f"{ids.shape[1]} tokens, but {len(self.position.weight)} positions")
+        try:
+            x = F.embedding(ids, self.words()) + self.position.weight[: ids.shape[1]]
+        except IndexError:  # raised by CPUs alone
+            raise ValueError(f"id {ids.max()}, but {len(self.word.weight)} words") from None
         return dropout(self.norm(x + self.token_type(token_type_ids)), self.p, self.training)
 
 

@@ -298,6 +298,20 @@ def test_a_row_with_nothing_to_mask_keeps_losses_and_gradients_finite() -> None:
     assert all(p.grad.isfinite().all() for p in net.parameters() if p.grad is not None)
 
 
+def test_too_many_positions_and_ids_beyond_the_vocabulary_are_named_with_both_numbers() -> None:
+    net = model()
+    with pytest.raises(ValueError, match="129 tokens, but 128 positions"):
+        net(sentences(1, 129))
+    with pytest.raises(ValueError, match="id 100, but 100 words"):
+        net(torch.full((1, 8), 100))
+
+
+def test_temperature_zero_is_the_largest_and_a_negative_one_an_error() -> None:
+    assert gumbel_sample(torch.tensor([[0.0, 2.0, 1.0]]), 0).tolist() == [1]
+    with pytest.raises(ValueError, match="negative"):
+        gumbel_sample(torch.zeros(3), -1)
+
+
 # Sampling has two ways: noise for every token, and on a CPU one draw for all of them.
 both_ways_to_sample = pytest.mark.parametrize("slow_draws", [(), ("cpu",)])
 
@@ -644,6 +658,20 @@ def test_gdes_trains_the_discriminators_difference_and_not_the_generators_table(
         assert not torch.allclose(gdes.discriminator(sentences(2, 10)), before)
 
 
+def test_with_gdes_the_corrector_names_tokens_by_the_generators_words_too() -> None:
+    net = model(dataclasses.replace(TINY, embedding_sharing="gdes", objective="replace_mlm"))
+    x = torch.randn(1, 3, TINY.hidden_size)
+    y = net.corrector.norm(F.gelu(net.corrector.dense(x)))
+    words = net.generator.encoder.embeddings.word.weight  # the difference starts at zero
+    torch.testing.assert_close(net.corrector.head(x), y @ words.T)
+
+
+def test_two_stage_copies_between_networks_of_the_same_heads() -> None:
+    net = other("two_stage", num_heads=4)  # width 32: by the rule of 64 it would be one
+    heads = {block.attention.num_heads for block in net.generator.encoder.layers}
+    assert heads == {block.attention.num_heads for block in net.discriminator.encoder.layers} == {4}
+
+
 def test_sharing_layers_divides_the_parameters_and_not_the_work() -> None:
     own = model(dataclasses.replace(TINY, num_layers=6))
     shared = model(dataclasses.replace(TINY, num_layers=6, share_layers=True))
@@ -918,6 +946,71 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
         corpus = data.prepare(str(path), str(tmp_path / name), tokenizer, 300)
         streams.append(corpus.train.tolist())
     assert streams[0] == streams[1]
+
+
+# Words that BERT's uncased normaliser would make others of, but for the last.
+SCRIPTS = {
+    "Hindi": "है में पढ़ना", "Thai": "ข้าวผัด ที่นี่", "Japanese": "がぎぐげご パン です", "Korean": "한국어 말씀",
+    "Vietnamese": "má mà mả mã mạ", "German": "schön größer", "Spanish": "hacía año",
+    "Arabic": "مُحَمَّد كِتَابٌ", "Hebrew": "שָׁלוֹם עֲלֵיכֶם", "Tamil": "தமிழ் மொழி", "Greek": "άνθρωπος ή",
+    "Russian": "ёлка йод", "Chinese": "中文 維基百科",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("language", SCRIPTS)
+def test_no_language_loses_its_marks(language: str) -> None:
+    text = SCRIPTS[language]
+    tokenizer, _ = data.train_tokenizer(lambda: [f"{text} \n"] * 20, "wordpiece", 400)
+    data.finish_tokenizer(tokenizer, "")
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    assert "".join(encoding.tokens).replace("##", "") == text.replace(" ", "")
+
+
+def test_english_is_stripped_of_accents_as_by_bert_and_turkish_and_german_keep_their_letters() -> (
+    None
+):
+    def normalized(sample: str, text: str, kind: str = "wordpiece") -> str:
+        tokenizer, _ = data.train_tokenizer(lambda: [sample] * 9, kind, 300)
+        return tokenizer.normalizer.normalize_str(text)
+
+    assert normalized("the plain words of a text " * 99 + "café", "Café İß") == "cafe iß"
+    assert normalized("İstanbul ılık güneş", "İI ı ŞĞ") == "i\u0307i ı şğ"  # I becomes i, not ı
+    assert normalized("größer schön", "GRÖSSE ẞ ß") == "grösse ß ß"
+    assert normalized("größer schön", "GRÖSSE ẞ", "wordpiece_cased") == "GRÖSSE ẞ"
+
+
+def test_all_but_one_in_2000_of_3000_chinese_characters_have_their_entry(tmp_path: Path) -> None:
+    characters = [chr(0x4E00 + i) for i in range(3000)]
+    meta, _ = prepare(tmp_path, "".join(characters * 3) + "\n", 30_522)
+    assert meta["unknown"] <= 0.0005 * 9000
+
+
+def test_a_vocabulary_that_does_not_fit_is_reported_with_the_letters_it_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "vocab.txt").write_text("\n".join([*data.SPECIAL_TOKENS, "a", "b"]), "utf-8")
+    prepare(tmp_path, "a b é b a\n" * 50, kind=str(tmp_path / "vocab.txt"))
+    printed = capsys.readouterr().out
+    assert "50 documents, 300 tokens of 1.7 characters, 16.67% of them [UNK]; 6 are" in printed
+    assert "warning: 16.7% of the tokens are [UNK]" in printed
+    assert "mostly for want of: e" in printed
+    assert "--tokenizer bpe" in printed
+
+
+def test_lines_of_json_are_documents_and_other_json_is_refused(tmp_path: Path) -> None:
+    texts = ["one\n\nline", "two " * 40_000, "drei"]
+    lines = [json.dumps({"id": i, "text": text}) for i, text in enumerate(texts)]
+    meta, folder = prepare(tmp_path, "\n".join(lines), 300, "bpe")
+    tokenizer = data.load_tokenizer(folder / "tokenizer.json")
+    documents = tokenizer.decode(stream(meta, folder), skip_special_tokens=False).split("[SEP]")
+    assert documents == ["one\nline", texts[1], texts[2], ""]  # a blank line is no text
+    for number, other in enumerate(('{"body": "x"}', '[\n{"text": "x"}\n]', '["a"]')):
+        (tmp_path / str(number)).mkdir()
+        with pytest.raises(data.InputError, match='objects with a "text"'):
+            prepare(tmp_path / str(number), other)
+    (tmp_path / "bad").mkdir()
+    with pytest.raises(data.InputError, match="line that ends at byte 22 is no JSON object"):
+        prepare(tmp_path / "bad", '{"text": "x y"}\n{oops\n', kind="bpe", vocab_size=300)
 
 
 @pytest.mark.parametrize("kind", data.TOKENIZERS)
@@ -1639,7 +1732,13 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_checkpoint(
         (b"\n \n\n", ["--data", "text.txt"], "no text in it"),
         (b"PK\x03\x04\xff\xfe\x00", ["--data", "text.txt"], "byte 6 is not UTF-8"),
         (b"good start\nand \x00 zero\n", ["--data", "text.txt"], "byte 15 is not UTF-8"),
-        (b"some words\n", ["--data", "."], "is a folder"),
+        (b"some words\n", ["--data", "."], "is a folder. Join its files: cat"),
+        (b"some words\n", ["--data", os.devnull], "not a regular file"),
+        (
+            b"some words\n",
+            ["--data", "text.txt", "--hidden_size", "400", "--generator_size", "0.5"],
+            "a generator of width 200 has 3 heads, one for every 64, which do not divide it",
+        ),
         (b"some words\n", ["--data", "text.txt", "--vocab", "none.txt"], "none.txt: no such file"),
         (b"some words\n", ["--data", "text.txt", "--vocab", "text.txt"], "has no [PAD]"),
         (
@@ -1681,6 +1780,105 @@ def test_the_exit_code_reaches_the_shell(program: ModuleType, option: str, tmp_p
     result = start_program(tmp_path, option, "nowhere", program=program)
     assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1
+
+
+NUMBERS = [
+    (program, f.name)
+    for program, config in (
+        *[(electra, ElectraConfig), (electra, RunConfig)],
+        (train_glue, train_glue.GlueConfig),
+    )
+    for f in dataclasses.fields(config)
+    if type(f.default) in (int, float) and f.metadata
+]
+
+
+@pytest.mark.parametrize(("program", "name"), NUMBERS)
+def test_a_number_out_of_its_range_is_refused_by_name(program: ModuleType, name: str) -> None:
+    legal = {f.name: f for c in (ElectraConfig, RunConfig, train_glue.GlueConfig)
+             for f in dataclasses.fields(c)}[name].metadata["legal"]  # fmt: skip
+    parse = train_glue.parse_arguments if program is train_glue else electra.parse_run
+    for value in ("nan", "inf", "-1", "1e30", "9" * 30):
+        with pytest.raises((data.InputError, SystemExit)) as error:  # SystemExit: argparse's own
+            parse([f"--{name}", value])
+        assert error.type is SystemExit or f"--{name}" in str(error.value)
+    if legal.startswith(("(0", "[1", "[2", "[8")):
+        with pytest.raises(data.InputError, match=f"--{name} 0"):
+            parse([f"--{name}", "0"])
+
+
+def test_what_others_put_into_a_folder_is_left_alone(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished / "out" / "generator", tmp_path / "hf" / "generator")
+    for name in ("metrics.csv", "tokenizer.json", "config.json", "train.bin"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text("{}", "utf-8")
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    for name in ("hf", "metrics.csv", "tokenizer.json", "config.json"):
+        result = run_program(finished, *SMALL_RUN, "--out", str(tmp_path / name))
+        assert result.returncode == 2
+        assert "of another program. Change --out" in result.stderr
+    tokens = str(tmp_path / "train.bin")
+    result = run_program(finished, *SMALL_RUN, "--out", "new", "--tokens", tokens)
+    assert "of another program. Change --tokens" in result.stderr
+    assert "--out is empty" in run_program(finished, *SMALL_RUN, "--out", "").stderr
+    assert all(path.read_bytes() == content for path, content in before.items())
+
+
+def test_a_run_goes_on_without_its_token_folder_and_in_another_precision(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = [*SMALL_RUN, "--out", "moved", "--tokens", "moved.tokens"]
+    assert run_program(finished, *run).returncode == 0
+    shutil.rmtree(finished / "moved.tokens")
+    monkeypatch.setattr(electra, "DTYPES", electra.DTYPES | {"fp16": torch.bfloat16})
+    result = run_program(finished, *run, "--steps", "10", "--precision", "fp16")
+    assert result.returncode == 0, result.stderr
+    assert "10 of 10 steps are done" in result.stdout
+    fewer = run_program(finished, *run, "--steps", "5")
+    assert "10 of 10 steps are done; --steps asks for more" in fewer.stdout
+    torch.save([1, 2], finished / "moved" / "checkpoint.pt")
+    refused = run_program(finished, *run, "--steps", "12")
+    assert refused.returncode == 2
+    assert "checkpoint.pt: not written by this program" in refused.stderr
+
+
+def test_metrics_that_a_spreadsheet_has_changed_are_kept_aside(finished: Path) -> None:
+    run = [*SMALL_RUN, "--out", "edited"]
+    assert run_program(finished, *run).returncode == 0
+    path = finished / "edited" / "metrics.csv"
+    edited = path.read_text("utf-8").replace(",", ";")
+    path.write_text(edited, "utf-8")
+    result = run_program(finished, *run, "--steps", "10")
+    assert "It is now metrics.csv.old" in result.stdout
+    assert path.with_name("metrics.csv.old").read_text("utf-8") == edited
+    assert path.read_text("utf-8").splitlines()[0] == ",".join(electra.METRICS)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
+@pytest.mark.parametrize(
+    "streams", [">&-", "2>&-", ">&- 2>&-", "| head -1", "> /dev/null"]
+)  # fmt: skip
+def test_no_stream_ends_a_run(streams: str, finished: Path) -> None:
+    out = f"streams {streams}".translate(str.maketrans(">&|/", "____"))
+    words = "ünï 字 " * 40
+    (finished / "words.txt").write_text(f"{words}\n" * 200, "utf-8")
+    command = [sys.executable, electra.__file__, *SMALL_RUN, "--data", "words.txt", "--out", out]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    shell = f"{shlex.join(command)} {streams}"
+    subprocess.run(shell, shell=True, check=False, cwd=finished, env=environment, timeout=240,
+                   capture_output=True)  # fmt: skip
+    state = data.load_checkpoint(finished / out / "checkpoint.pt")
+    assert state is not None
+    assert state["step"] == 8
+
+
+def test_training_works_in_a_thread_of_a_notebook(finished: Path) -> None:
+    config, run, _ = electra.parse_run([*SMALL_RUN, "--out", str(finished / "thread")])
+    run.data = str(finished / "text.txt")
+    thread = threading.Thread(target=electra.pretrain, args=(config, run))
+    thread.start()
+    thread.join()
+    assert (finished / "thread" / "checkpoint.pt").exists()
 
 
 def test_a_damaged_checkpoint_is_named_and_never_executed(
@@ -1959,20 +2157,9 @@ def other_layers(folder: Path) -> None:
     torch.save(state, folder / "pytorch_model.bin")
 
 
-def other_shape(folder: Path) -> None:
+def with_setting(folder: Path, **changed: Any) -> None:
     settings = json.loads((folder / "config.json").read_text("utf-8"))
-    (folder / "config.json").write_text(json.dumps(settings | {"vocab_size": 99}), "utf-8")
-
-
-def other_activation(folder: Path) -> None:
-    settings = json.loads((folder / "config.json").read_text("utf-8"))
-    (folder / "config.json").write_text(json.dumps(settings | {"hidden_act": "relu"}), "utf-8")
-
-
-def no_width(folder: Path) -> None:
-    settings = json.loads((folder / "config.json").read_text("utf-8"))
-    del settings["hidden_size"]
-    (folder / "config.json").write_text(json.dumps(settings), "utf-8")
+    (folder / "config.json").write_text(json.dumps(settings | changed), "utf-8")
 
 
 def another_generator(folder: Path) -> None:
@@ -1984,10 +2171,20 @@ def another_generator(folder: Path) -> None:
     ("damage", "message"),
     [
         (other_layers, "no weights electra.encoder.layer.1.attention.self.key.bias"),
-        (other_shape, r"word_embeddings.weight is \[120, 16\], not \[99, 16\]"),
-        (other_activation, "hidden_act is relu, not gelu"),
+        (
+            partial(with_setting, vocab_size=99),
+            r"word_embeddings.weight is \[120, 16\], not \[99, 16\]",
+        ),
+        (partial(with_setting, hidden_act="relu"), "hidden_act is relu, not gelu"),
+        (partial(with_setting, position_embedding_type="relative_key"), "is relative_key, not abs"),
+        (partial(with_setting, is_decoder=True), "is_decoder is True, not False"),
+        (partial(with_setting, num_attention_heads=3), "num_attention_heads do not divide"),
+        (
+            partial(with_setting, num_hidden_layers="2"),
+            "num_hidden_layers is 2; it has to be a num",
+        ),
         (lambda f: (f / "vocab.txt").write_text(MANY, "utf-8"), "has 205 entries, the model 120"),
-        (no_width, "hidden_size is None; it has to be a number"),
+        (partial(with_setting, hidden_size=None), "hidden_size is None; it has to be a number"),
         (another_generator, "cannot use a generator of num_heads 2"),
         (
             lambda f: BertModel(BertConfig(vocab_size=9)).config.save_pretrained(f),
@@ -2070,6 +2267,14 @@ def test_pre_training_starts_from_a_hugging_face_folder_and_its_tokenizer(tmp_pa
     # And so will one half.
     half = run_program(tmp_path, *arguments, "--init_from", "hf/discriminator", "--out", "four")
     assert "hf/discriminator: no generator" in half.stdout
+
+
+def test_a_vocab_txt_may_begin_with_a_mark_and_hold_an_entry_twice(tmp_path: Path) -> None:
+    words = [*data.SPECIAL_TOKENS, "a", "a", "b"]
+    (tmp_path / "vocab.txt").write_text("\ufeff" + "\n".join(words), "utf-8")
+    tokenizer = data.load_tokenizer(tmp_path / "vocab.txt")
+    assert tokenizer.encode("a b", add_special_tokens=False).ids == [6, 7]
+    assert electra.fit_to_tokenizer(TINY, tokenizer, exact=True).vocab_size == 8
 
 
 @pytest.mark.parametrize(("lower", "strip"), [(True, None), (False, None), (True, False)])
@@ -2654,6 +2859,11 @@ def test_padding_to_the_longest_row_gives_the_logits_of_padding_to_128(
     assert torch.allclose(net(ids, mask, types), expected, atol=1e-5)
 
 
+def test_a_row_that_is_all_padding_gets_a_number() -> None:
+    zeros = torch.zeros(1, 4, dtype=torch.long)
+    assert small_classifier("mean")(zeros, zeros, zeros).isfinite().all()
+
+
 def test_every_example_is_answered_once_and_in_order(word_tokenizer: data.Tokenizer) -> None:
     encoded, net = random_pairs(300, word_tokenizer), small_classifier(classes=2)
     with torch.no_grad():
@@ -2938,6 +3148,7 @@ def test_pairs_of_mrpc_and_sts_b_are_trained_in_both_orders(
         (["--task", "SST2"], "--task SST2: choose all, or of CoLA, SST-2"),
         (["--head", "last"], "--head last: choose one of auto, first, mean"),
         (["--model", "out", "--classify", "x"], "out: no model.pt"),
+        (["--model", "out", "--classify", ""], "--classify is empty"),
         (["--model", "none", "--init_from", "out/glue/RTE"], "--init_from needs a --model"),
     ],
 )
