@@ -554,17 +554,18 @@ def sample_with_one_draw(logits: Tensor, temperature: float) -> Tensor:
 # ======== Part II: the program ==================================================================
 # ---- 5. The paper's other objectives (sections 3.3 and 3.4, appendix F). -----------------------
 # Each gets what the generator has made of a batch, and returns it with the loss of a main network
-# that is asked something else: "discriminator_loss" is the loss of that network.
+# that is asked something else: "discriminator_loss" is the loss of that network. `inputs` are the
+# attention_mask and the token_type_ids.
 def mlm(model: Electra, out: ElectraOutput, *inputs: MaybeTensor) -> ElectraOutput:
     """BERT: the generator, in full size, is the main network and all there is."""
     return out
 
 
 def electra_15(
-    model: Electra, out: ElectraOutput, ids: Tensor, attention_mask: MaybeTensor, types: MaybeTensor
+    model: Electra, out: ElectraOutput, ids: Tensor, *inputs: MaybeTensor
 ) -> ElectraOutput:
     """ELECTRA 15%: detect, but learn from the chosen tokens only."""
-    scores = model.discriminator(out.corrupted_ids, attention_mask, types)
+    scores = model.discriminator(out.corrupted_ids, *inputs)
     at = out.masked.positions
     nats = binary_cross_entropy(scores.gather(1, at), out.labels.gather(1, at))  # (B, K)
     loss = masked_mean(nats, out.masked.chosen)
@@ -573,49 +574,49 @@ def electra_15(
 
 
 def replace_mlm(
-    model: Electra, out: ElectraOutput, ids: Tensor, attention_mask: MaybeTensor, types: MaybeTensor
+    model: Electra, out: ElectraOutput, ids: Tensor, *inputs: MaybeTensor
 ) -> ElectraOutput:
     """Replace MLM: BERT, with samples of the generator in the place of [MASK]."""
     at = out.masked.positions
-    logits = model.corrector(out.corrupted_ids, attention_mask, types, at)  # (B, K, V)
+    logits = model.corrector(out.corrupted_ids, *inputs, at)  # (B, K, V)
     loss = masked_mean(cross_entropy(logits, ids.gather(1, at)), out.masked.chosen)
     return out._replace(loss=out.generator_loss + loss, discriminator_loss=loss)
 
 
 def all_tokens_mlm(
-    model: Electra, out: ElectraOutput, ids: Tensor, attention_mask: MaybeTensor, types: MaybeTensor
+    model: Electra, out: ElectraOutput, ids: Tensor, *inputs: MaybeTensor
 ) -> ElectraOutput:
     """All-Tokens MLM: predict every token, P = D [copied] + (1 - D) softmax, D a sigmoid."""
-    x = model.discriminator.encoder(out.corrupted_ids, attention_mask, types)
+    x = model.discriminator.encoder(out.corrupted_ids, *inputs)
     scores = model.discriminator.head(x).float()  # (B, L), the logit of 1 - D
     copied = F.logsigmoid(-scores).masked_fill(out.labels, -math.inf)
     predicted = F.logsigmoid(scores) - cross_entropy(model.corrector.head(x), ids)
     nats = -torch.logaddexp(copied, predicted)
-    loss = masked_mean(nats, real_tokens(ids, attention_mask))
+    loss = masked_mean(nats, real_tokens(ids, inputs[0]))
     total = out.generator_loss + loss
     return out._replace(loss=total, discriminator_loss=loss, discriminator_logits=scores)
 
 
 def two_stage(
-    model: Electra, out: ElectraOutput, ids: Tensor, attention_mask: MaybeTensor, types: MaybeTensor
+    model: Electra, out: ElectraOutput, ids: Tensor, *inputs: MaybeTensor
 ) -> ElectraOutput:
     """The generator alone; then the discriminator alone, which starts from its weights."""
     if not model.second_stage:
         return out
-    scores = model.discriminator(out.corrupted_ids, attention_mask, types)
+    scores = model.discriminator(out.corrupted_ids, *inputs)
     nats = binary_cross_entropy(scores, out.labels)
-    loss = masked_mean(nats, real_tokens(ids, attention_mask))
+    loss = masked_mean(nats, real_tokens(ids, inputs[0]))
     total = model.config.discriminator_weight * loss
     return out._replace(loss=total, discriminator_loss=loss, discriminator_logits=scores)
 
 
 def adversarial(
-    model: Electra, out: ElectraOutput, ids: Tensor, attention_mask: MaybeTensor, types: MaybeTensor
+    model: Electra, out: ElectraOutput, ids: Tensor, *inputs: MaybeTensor
 ) -> ElectraOutput:
     """The generator learns to fool the discriminator, by REINFORCE, instead of to be right."""
-    scores = model.discriminator(out.corrupted_ids, attention_mask, types)
+    scores = model.discriminator(out.corrupted_ids, *inputs)
     nats = binary_cross_entropy(scores, out.labels)  # (B, L)
-    loss = masked_mean(nats, real_tokens(ids, attention_mask))
+    loss = masked_mean(nats, real_tokens(ids, inputs[0]))
     # A sample's reward is the nats that it costs the discriminator, less their mean. The expected
     # reward rises along reward x gradient of log p(sample). We descend, and cross_entropy is
     # -log p: the two signs cancel.
@@ -807,7 +808,8 @@ def show_tokens(
     if chances:
         cells.append(("replaced?", [f"{p:.0%}" for p in chances], [p > 0.5 for p in chances]))
     widths = [1 + max(map(len, column)) for column in zip(*(words for _, words, _ in cells))]
-    room = shutil.get_terminal_size().columns - 11
+    total, room = sum(widths), max(9, shutil.get_terminal_size().columns - 11)
+    room = min(room, total / math.ceil(total / room) + max(widths))  # blocks of similar width
     colours = sys.stdout.isatty() and not {"NO_COLOR"} & set(os.environ)
     colours = colours and os.environ.get("TERM") != "dumb"
     lines, start = [], 0
@@ -815,8 +817,6 @@ def show_tokens(
         end = start + 1
         while end < len(widths) and sum(widths[start : end + 1]) <= room:
             end += 1
-        if end == len(widths) - 1 and end - start > 2:
-            end -= 2  # no [SEP] in a block of its own
         for name, words, marks in cells:
             line = f"{name:11}"
             for i in range(start, end):

@@ -1,4 +1,4 @@
-"""What must hold, one fact a test, in the order of electra.py and data.py."""
+"""What must hold, one fact a test: the method, texts and batches, runs, formats, GLUE."""
 
 import contextlib
 import csv
@@ -1909,7 +1909,7 @@ def test_the_checkpoint_before_is_used_where_the_newest_is_damaged_or_missing(
     assert data.load_checkpoint(path) == {"step": 1}
 
 
-# ---------------------------------------------------------------------------- 7. Hugging Face
+# ---------------------------------------------------------------------------- 8. Hugging Face
 
 
 def exported(net: Electra, tokenizer: data.Tokenizer, folder: Path) -> Path:
@@ -2295,7 +2295,7 @@ def test_a_vocab_txt_is_read_as_tokenizer_config_says(
         assert ours.encode(text).ids == theirs(text)["input_ids"]
 
 
-# ---------------------------------------------------------------------------- data.py: GLUE's files
+# ---------------------------------------------------------------------------- train_glue.py: files
 
 # Columns of texts and label in train and dev, columns of the texts in test, as the task's authors
 # laid them out; and how many columns train, dev and test have.
@@ -2462,7 +2462,7 @@ def test_every_row_of_the_real_files_is_read() -> None:
                 assert len(examples) == rows or f"{task}/{file}" in partial
 
 
-# ---------------------------------------------------------------------------- data.py: downloads
+# ---------------------------------------------------------------------------- Downloads: GLUE and OpenWebText
 
 
 class Server:
