@@ -1232,10 +1232,11 @@ class Run:
         """A writer of rows behind those of metrics.csv, less what a crash left there afterwards."""
         path = self.out / "metrics.csv" if self.rank == 0 else Path(os.devnull)
         if self.rank == 0:
-            text = path.read_text("utf-8-sig") if path.exists() else ""
+            text = path.read_text("utf-8-sig", "replace") if path.exists() else ""
             lines = [line.split(",") for line in text.split("\n")[:-1]]  # the last has no end yet
-            rows = [row for row in lines[1:] if len(row) == len(METRICS)]
-            if text and (lines[:1] != [METRICS] or not all(row[0].isdecimal() for row in rows)):
+            rows = lines[1:]
+            ours = all(len(row) == len(METRICS) and row[0].isdecimal() for row in rows)
+            if text and (lines[:1] != [METRICS] or not ours):
                 os.replace(path, path.with_name(path.name + ".old"))
                 print(f"{path} was changed by another program. It is now {path.name}.old.")
                 rows = []

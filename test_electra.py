@@ -21,6 +21,7 @@ import sys
 import tarfile
 import tempfile
 import threading
+import weakref
 import zipfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -1734,6 +1735,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_checkpoint(
         (b"good start\nand \x00 zero\n", ["--data", "text.txt"], "byte 15 is not UTF-8"),
         (b"some words\n", ["--data", "."], "is a folder. Join its files: cat"),
         (b"some words\n", ["--data", os.devnull], "not a regular file"),
+        (b"some words\n", ["--data", "/dev/stdin"], "not a regular file"),
         (
             b"some words\n",
             ["--data", "text.txt", "--hidden_size", "400", "--generator_size", "0.5"],
@@ -1842,16 +1844,62 @@ def test_a_run_goes_on_without_its_token_folder_and_in_another_precision(
     assert "checkpoint.pt: not written by this program" in refused.stderr
 
 
-def test_metrics_that_a_spreadsheet_has_changed_are_kept_aside(finished: Path) -> None:
-    run = [*SMALL_RUN, "--out", "edited"]
-    assert run_program(finished, *run).returncode == 0
-    path = finished / "edited" / "metrics.csv"
-    edited = path.read_text("utf-8").replace(",", ";")
-    path.write_text(edited, "utf-8")
-    result = run_program(finished, *run, "--steps", "10")
+@pytest.mark.parametrize("old, new", [(",", ";"), ("4,", "4.0,"), ("0.", "0,"), ("", '"')])
+def test_metrics_that_a_spreadsheet_has_changed_are_kept_aside(
+    old: str, new: str, finished: Path, tmp_path: Path
+) -> None:
+    out = shutil.copytree(finished / "out", tmp_path / "out")
+    path = out / "metrics.csv"
+    path.write_text(edited := path.read_text("utf-8").replace(old, new), "utf-8")
+    result = run_program(finished, *SMALL_RUN, "--out", str(out), "--steps", "10")
     assert "It is now metrics.csv.old" in result.stdout
     assert path.with_name("metrics.csv.old").read_text("utf-8") == edited
     assert path.read_text("utf-8").splitlines()[0] == ",".join(electra.METRICS)
+
+
+def test_the_checkpoint_that_was_read_does_not_stay_in_memory(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = shutil.copytree(finished / "out", tmp_path / "out")
+    read, rate = data.load_checkpoint, electra.learning_rate
+    tensors, alive = [], []
+
+    def load(*arguments: Any) -> dict[str, Any] | None:
+        state = read(*arguments)
+        tensors.extend(weakref.ref(tensor) for tensor in state["model"].values())
+        return state
+
+    def count(*arguments: Any) -> float:
+        alive.append(sum(tensor() is not None for tensor in tensors))
+        return rate(*arguments)
+
+    monkeypatch.setattr(data, "load_checkpoint", load)
+    monkeypatch.setattr(electra, "learning_rate", count)
+    result = run_program(finished, *SMALL_RUN, "--out", str(out), "--steps", "10")
+    assert result.returncode == 0, result.stderr
+    assert len(tensors) > 10
+    assert alive == [0, 0]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
+@pytest.mark.parametrize(
+    "stream, code, says",
+    [
+        ("<&-", 2, "- reads standard input, which is closed"),
+        ("< /dev/null", 0, ""),
+        ("< latin.txt", 0, "replaced?"),
+    ],
+)
+def test_detect_reads_any_standard_input(stream: str, code: int, says: str, finished: Path) -> None:
+    (finished / "latin.txt").write_bytes(b"caf\xe9 \xff\xfe\n")
+    command = shlex.join([sys.executable, electra.__file__, "--detect", "-"])
+    result = subprocess.run(
+        f"{command} {stream}", shell=True, check=False, cwd=finished, capture_output=True,
+        encoding="utf-8", timeout=240, env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert result.returncode == code, result.stderr
+    assert says in result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
@@ -3105,6 +3153,21 @@ def test_the_submission_has_eleven_files_with_labels_by_name(sweep: Path) -> Non
     assert files["RTE.tsv"][1:-1] == [f"{i}\t{label}" for i, label in enumerate(expected)]
     assert files["AX.tsv"][1].split("\t")[1] in train_glue.GLUE["MNLI"].labels
     assert float(files["STS-B.tsv"][1].split("\t")[1]) >= 0
+
+
+def test_a_model_is_not_saved_over_files_of_other_programs(sweep: Path, tmp_path: Path) -> None:
+    for task, name in (("RTE", "model.pt"), ("SST-2", "config.json")):
+        (tmp_path / "glue" / task).mkdir(parents=True)
+        (tmp_path / "glue" / task / name).write_text("{}", "utf-8")
+        arguments = [*SWEEP[2:], "--task", task, "--save", "last", "--out", str(tmp_path)]
+        result = run_glue(sweep, *arguments)
+        assert result.returncode == 2
+        assert f"has a {name} of another program. Change --out" in result.stderr
+
+
+def test_a_length_beyond_the_positions_is_said_with_both_numbers(sweep: Path) -> None:
+    result = run_glue(sweep, *SWEEP, "--length", "512")  # as a sweep that is finished
+    assert "--length 512: cut to 128, the positions of the model" in result.stdout
 
 
 def test_a_saved_model_of_other_settings_is_not_overwritten(sweep: Path) -> None:

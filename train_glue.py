@@ -560,11 +560,11 @@ def read_results(path: Path, settings: dict[str, str]) -> list[dict[str, str]]:
     """The rows of a task that were made with these settings."""
     if not path.exists():
         return []
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-        if rows and set(rows[0]) != set(COLUMNS):
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        reader = csv.DictReader(file)
+        if set(reader.fieldnames or []) != set(COLUMNS):
             raise InputError(f"{path}: not the columns {', '.join(COLUMNS)}. Move it away.")
-    return [row for row in rows if all(row[key] == value for key, value in settings.items())]
+        return [row for row in reader if all(row[k] == value for k, value in settings.items())]
 
 
 def append_results(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -616,7 +616,9 @@ def run_task(task: str, start: Start, options: GlueConfig, folder: Path) -> list
     settings |= {"train_rows": len(examples["train"])}
     settings = {key: str(settings[key]) for key in SETTINGS}
     saved = folder / task / "config.json"
-    if options.save != "none" and saved.exists():
+    if options.save != "none":
+        files = ("model.pt", "tokenizer.json")
+        data.refuse_foreign(saved.parent, saved.name, "train_rows", files, "--out")
         check_saved(saved, settings)
 
     @functools.cache  # tokenised once for all seeds, and not at all if there is nothing to do
@@ -677,7 +679,7 @@ def save_model(folder: Path, model: Classifier, start: Start, settings: dict[str
 
 def check_saved(config: Path, settings: dict[str, Any]) -> None:
     """Refuse to overwrite a model of other settings; another seed of the same is fine."""
-    then = data.read_json(config)
+    then = data.read_json(config) if config.exists() else settings
     changed = [f"{k} {then[k]}, now {v}" for k, v in settings.items() if then.get(k) != v]
     if changed:
         raise InputError(f"{config.parent} holds another model ({'; '.join(changed)}). Move it.")
@@ -854,12 +856,15 @@ def sweep(options: GlueConfig) -> None:
     """All tasks with all seeds, and what is to be said about them at the end."""
     start, size = load_start(options)
     rate, decay, head = RECIPES[size]
+    positions = start.config.max_positions
+    if options.length > positions:
+        print(f"--length {options.length}: cut to {positions}, the positions of the model.")
     options = replace(
         options,
         learning_rate=options.learning_rate or rate,
         layer_decay=options.layer_decay or decay,
         head=options.head.replace("auto", head),
-        length=min(options.length, start.config.max_positions),
+        length=min(options.length, positions),
     )
     folder = run_folder(options) / "glue"
     folder.mkdir(parents=True, exist_ok=True)  # or an error now, not after the first run
