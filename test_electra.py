@@ -1508,8 +1508,8 @@ FAULTS = {
     "step": "electra.learning_rate = die_at(electra.learning_rate, 3 * n)",
     "evaluation": "electra.area_under_curve = die_at(electra.area_under_curve, n)",
     "row of metrics": (
+        "part = lambda *_: open(sys.argv[-1] + '/metrics.csv', 'a').write('4,10')\n"
         "writer = electra.csv.DictWriter\n"
-        "part = lambda self, row: self.writer.writerow([1])\n"
         "writer.writerow = die_at(writer.writerow, n, part)"
     ),
     "checkpoint, half written": (
@@ -3129,7 +3129,7 @@ def test_the_commands_of_the_readme_with_hugging_face_work(sweep: Path) -> None:
     commands = re.findall(r"^    python (\w+\.py)(.*)$", section, re.MULTILINE)
     assert len(commands) == 4
     for program, arguments in commands:
-        given = shlex.split(arguments)
+        given = shlex.split(arguments, comments=True)
         (more,) = [small[name] for name in small if name in given]
         module = electra if program == "electra.py" else train_glue
         result = start_program(folder, *given, *more, program=module)
