@@ -3149,6 +3149,9 @@ def test_the_submission_has_eleven_files_with_labels_by_name(sweep: Path) -> Non
         files = {name: zipped.read(name).decode().split("\n") for name in zipped.namelist()}
     assert {name.removesuffix(".tsv"): len(lines) - 2 for name, lines in files.items()} == rows
     assert all(lines[0] == "index\tprediction" for lines in files.values())
+    printed = (sweep / "glue.txt").read_text("utf-8")
+    wanting = "SST-2.tsv (1,821 rows), RTE.tsv (3,000 rows)"
+    assert f"for gluebenchmark.com is not ready: the site wants {wanting}\n" in printed
     expected = separable("RTE", 30, 2)[1]
     assert files["RTE.tsv"][1:-1] == [f"{i}\t{label}" for i, label in enumerate(expected)]
     assert files["AX.tsv"][1].split("\t")[1] in train_glue.GLUE["MNLI"].labels

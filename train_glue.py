@@ -748,7 +748,7 @@ def answer(value: float, task: str) -> str:
 
 def write_submission(options: GlueConfig, folder: Path) -> None:
     """submission.zip for the GLUE site: eleven files, "index" and "prediction", labels by name."""
-    content = io.BytesIO()
+    content, wanting = io.BytesIO(), []  # wanting: files with too few rows
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as zipped:
         for name, (task, source, file) in SUBMISSION.items():
             test = Path(options.glue) / source / f"{file}.tsv"
@@ -767,11 +767,13 @@ def write_submission(options: GlueConfig, folder: Path) -> None:
                 origin = "the majority answer"
             lines = [f"{i}\t{answer(value, task)}" for i, value in enumerate(predicted)]
             zipped.writestr(f"{name}.tsv", "\n".join(["index\tprediction", *lines]) + "\n")
-            few = len(lines) < GLUE[source].rows[file]
-            note = f" (the site wants {GLUE[source].rows[file]:,})" if few else ""
-            print(f"{name}.tsv: {len(lines):,} rows{note}, {origin}")
-    data.write_atomically(folder / "submission.zip", content.getvalue())
-    print(f"{folder / 'submission.zip'} is ready for gluebenchmark.com")
+            if len(lines) != GLUE[source].rows[file]:
+                wanting.append(f"{name}.tsv ({GLUE[source].rows[file]:,} rows)")
+            print(f"{name}.tsv: {len(lines):,} rows, {origin}")
+    path = folder / "submission.zip"
+    data.write_atomically(path, content.getvalue())
+    verdict = f"not ready: the site wants {', '.join(wanting)}" if wanting else "ready"
+    print(f"{path} for gluebenchmark.com is {verdict}")
 
 
 def classify_texts(options: GlueConfig) -> None:
