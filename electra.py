@@ -28,9 +28,9 @@ task asks for; that layer and all below it are trained together for a few epochs
 
 Run it:
 
-    python electra.py                              a tiny ELECTRA on text this machine already has
-    python electra.py --data owt.txt               ELECTRA-Small by the paper's recipe
-    python electra.py --detect "the chef ate the sky"    which tokens look replaced?
+    python electra.py                              # a tiny ELECTRA on text this machine already has
+    python electra.py --data owt.txt               # ELECTRA-Small by the paper's recipe
+    python electra.py --detect "the chef ate the sky"    # which tokens look replaced?
 
 Part I is the method, sections 2 to 4; it needs torch alone. Part II is the program round it.
 Shapes: B batch, L length, E embedding width, D hidden width, H heads, V vocabulary, K predictions.

@@ -1,8 +1,8 @@
 """Fine-tune ELECTRA on GLUE: nine tasks of understanding English, one table at the end.
 
-    python train_glue.py --fetch                              download and check the data
-    python train_glue.py --model out --task all --seeds 5     all tasks, five runs each
-    python train_glue.py --model none --out out               the same model from random weights
+    python train_glue.py --fetch                              # download and check the data
+    python train_glue.py --model out --task all --seeds 5     # all tasks, five runs each
+    python train_glue.py --model none --out out               # the same model from random weights
     python train_glue.py --model out/glue/SST-2 --classify "a gorgeous film"
 
 The generator has done its work and is gone. One new linear layer reads the discriminator's vector
