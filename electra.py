@@ -20,7 +20,7 @@ a replacement. It learns from all tokens, so the same quality costs about a quar
 
     loss = cross-entropy of the generator + 50 x binary cross-entropy of the discriminator
 
-(Of the chosen tokens 85 % are hidden behind [MASK]; the others are shown, and sampled all the same.)
+(85 % of the chosen tokens are hidden behind [MASK]; the others are shown, and sampled as well.)
 
 The generator is thrown away afterwards. The discriminator gets fine-tuned (train_glue.py): its
 verdicts give way to one new layer that reads the vector of the first token, [CLS], and says what a

@@ -951,9 +951,11 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
 
 # Words that BERT's uncased normaliser would make others of, but for the last.
 SCRIPTS = {
-    "Hindi": "है में पढ़ना", "Thai": "ข้าวผัด ที่นี่", "Japanese": "がぎぐげご パン です", "Korean": "한국어 말씀",
+    "Hindi": "है में पढ़ना", "Thai": "ข้าวผัด ที่นี่", "Japanese": "がぎぐげご パン です",
+    "Korean": "한국어 말씀",
     "Vietnamese": "má mà mả mã mạ", "German": "schön größer", "Spanish": "hacía año",
-    "Arabic": "مُحَمَّد كِتَابٌ", "Hebrew": "שָׁלוֹם עֲלֵיכֶם", "Tamil": "தமிழ் மொழி", "Greek": "άνθρωπος ή",
+    "Arabic": "مُحَمَّد كِتَابٌ", "Hebrew": "שָׁלוֹם עֲלֵיכֶם",
+    "Tamil": "தமிழ் மொழி", "Greek": "άνθρωπος ή",
     "Russian": "ёлка йод", "Chinese": "中文 維基百科",
 }  # fmt: skip
 
@@ -2510,7 +2512,7 @@ def test_every_row_of_the_real_files_is_read() -> None:
                 assert len(examples) == rows or f"{task}/{file}" in partial
 
 
-# ---------------------------------------------------------------------------- Downloads: GLUE and OpenWebText
+# ------------------------------------------------------------------ Downloads: GLUE and OpenWebText
 
 
 class Server:
