@@ -101,6 +101,7 @@ class ElectraConfig:
     sinusoids: bool = option(False, "start the position embeddings as sinusoids, not at random")
     mask_prob: float = option(0.15, "share of the tokens that the generator predicts", "(0, 1)")
     mask_share: float = option(0.85, "share of those that it sees as [MASK]", "[0, 1]")
+    temperature: float = option(1.0, "of the generator's samples; higher: wilder", "[0.01, 100]")
     discriminator_weight: float = option(50.0, "lambda, of the discriminator's loss", "[0, 1e6]")
     # The special tokens are where the tokenizer puts them. These are BERT's ids.
     pad_id: int = 0
@@ -506,7 +507,7 @@ class Electra(nn.Module):
         original = ids.gather(1, masked.positions)  # (B, K)
         generator_loss = masked_mean(cross_entropy(logits, original), masked.chosen)
         # Sample: no gradient flows through it (section 2: it would have to pass a discrete choice).
-        sampled = gumbel_sample(logits.detach())  # (B, K)
+        sampled = gumbel_sample(logits.detach(), config.temperature)  # (B, K)
         sampled = torch.where(masked.chosen, sampled, original)
         corrupted_ids = ids.scatter(1, masked.positions, sampled)
         labels = corrupted_ids != ids
@@ -634,7 +635,8 @@ def adversarial(
     at, chosen = out.masked.positions, out.masked.chosen
     reward = nats.detach().gather(1, at)
     reward = reward - masked_mean(reward, chosen)
-    minus_log_p = cross_entropy(out.generator_logits, out.corrupted_ids.gather(1, at))
+    logits = out.generator_logits.float() / model.config.temperature  # of what was sampled from
+    minus_log_p = cross_entropy(logits, out.corrupted_ids.gather(1, at))
     total = masked_mean(reward * minus_log_p, chosen) + model.config.discriminator_weight * loss
     return out._replace(loss=total, discriminator_loss=loss, discriminator_logits=scores)
 
@@ -1166,7 +1168,8 @@ def open_run(out: Path, settings: dict[str, Any], tokenizer: str, write: bool) -
     They stay out until the file that is returned is closed. Only a process that writes locks.
     """
     if (out / "config.json").exists():
-        then = data.read_json(out / "config.json")
+        then = asdict(ElectraConfig()) | asdict(RunConfig())  # options it is too old for
+        then |= data.read_json(out / "config.json")
         changed = {k for k, v in settings.items() if then.get(k) != v} - MAY_CHANGE
         problems = [f"{k} was {then.get(k)}, now {settings[k]}" for k in sorted(changed)]
         path = out / "tokenizer.json"

@@ -435,6 +435,17 @@ def no_noise(logits: Tensor, temperature: float = 1.0) -> Tensor:
     return logits.argmax(-1)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_the_generator_samples_at_the_temperature_of_its_config(temperature: float) -> None:
+    net = model(dataclasses.replace(TINY, temperature=temperature))
+    nn.init.normal_(net.generator.bias, std=2.0)  # some words are likely
+    out = net(sentences(2000, 16))
+    sampled = out.corrupted_ids.gather(1, out.masked.positions)[out.masked.chosen]
+    likeliest, word = (out.generator_logits[out.masked.chosen] / temperature).softmax(-1).max(-1)
+    deviation = (likeliest * (1 - likeliest)).sum().sqrt()
+    assert abs((sampled == word).sum() - likeliest.sum()) < 4 * deviation
+
+
 def test_padding_to_another_length_changes_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(electra, "mask_tokens", fixed_choice)
     monkeypatch.setattr(electra, "gumbel_sample", no_noise)
@@ -612,14 +623,19 @@ def test_two_stage_trains_the_generator_and_then_a_discriminator_that_starts_as_
         assert changed == {"generator" if step <= 3 else "discriminator"}
 
 
-def test_the_adversarial_gradient_raises_the_expected_loss_of_the_discriminator() -> None:
-    net = other("adversarial", discriminator_weight=0.0, mask_share=1.0)
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_the_adversarial_gradient_raises_the_expected_loss_of_the_discriminator(
+    temperature: float,
+) -> None:
+    arguments = {"discriminator_weight": 0.0, "mask_share": 1.0, "temperature": temperature}
+    net = other("adversarial", **arguments)
     ids = sentences(1, 8)  # so short that one position is chosen
     expected_nats = []
     for position in range(1, 7):
         masked = ids.clone()
         masked[0, position] = MASK
-        p = net.generator(masked, positions=torch.tensor([[position]]))[0, 0].softmax(-1)
+        logits = net.generator(masked, positions=torch.tensor([[position]]))[0, 0]
+        p = (logits / temperature).softmax(-1)
         filled = ids.repeat(100, 1)
         filled[:, position] = torch.arange(100)
         with torch.no_grad():
@@ -1682,6 +1698,21 @@ def test_settings_that_matter_may_not_change_when_a_run_goes_on(finished: Path) 
     result = run_program(finished, *SMALL_RUN, "--batch_size", "8")
     assert result.returncode == 2
     assert "batch_size was 4, now 8" in result.stderr
+
+
+def test_a_run_from_before_there_was_an_option_goes_on_with_its_default(
+    finished: Path, tmp_path: Path
+) -> None:
+    out = shutil.copytree(finished / "out", tmp_path / "out")
+    settings = json.loads((out / "config.json").read_text("utf-8"))
+    del settings["temperature"]
+    (out / "config.json").write_text(json.dumps(settings), "utf-8")
+    run = [*SMALL_RUN, "--out", str(out)]
+    assert (
+        "temperature was 1.0, now 3.0" in run_program(finished, *run, "--temperature", "3").stderr
+    )
+    same = run_program(finished, *run, "--temperature", "1")
+    assert same.returncode == 0, same.stderr
 
 
 def test_detect_prints_every_token_with_a_probability(finished: Path) -> None:
